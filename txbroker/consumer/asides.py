@@ -129,8 +129,8 @@ class Parts:
 class Asides(Protocol):
     """The set-aside keys of a reader's partitions."""
 
-    async def open(self, work: Work) -> None:
-        """Learn the set-aside keys of a partition, and follow them until `close`."""
+    async def open(self, works: Sequence[Work]) -> None:
+        """Learn the set-aside keys of partitions, and follow them until `close`."""
 
     def begin(self, work: Work) -> None:
         """Handle the released keys of a partition that the engine has now."""
@@ -270,8 +270,12 @@ class TopicAsides:
         self._released = ReleasedKeys(engine, committer, self)
         self._noted = asyncio.Event()
 
-    async def open(self, work: Work) -> None:
-        """Learn the set-aside keys of a partition, and follow them until `close`."""
+    async def open(self, works: Sequence[Work]) -> None:
+        """See `Asides.open`."""
+        for work in works:
+            await self._open(work)
+
+    async def _open(self, work: Work) -> None:
         number = spread(work.place, ASIDE_PARTITIONS)
         place = (self._topic, number)
         work.aside = AsideKeys(work.place)

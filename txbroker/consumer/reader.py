@@ -298,7 +298,8 @@ class Reader:
         self._committer.try_again()
         failpoint("consumer.claimed")
         try:
-            await self._open_asides(works)
+            if self._asides is not None:
+                await self._asides.open([work for work in works if not work.is_retry])
             if losses != self._losses:
                 self._close_asides(works)
                 return
@@ -327,11 +328,6 @@ class Reader:
         work = Work(self._engine, place, lease, is_retry=place[0] == self._options.retry_topic)
         work.metadata_max = self._options.traits.metadata_max
         return work
-
-    async def _open_asides(self, works: Sequence[Work]) -> None:
-        for work in works:
-            if self._asides is not None and not work.is_retry:
-                await self._asides.open(work)
 
     def _close_asides(self, works: Sequence[Work]) -> None:
         for work in works:

@@ -108,18 +108,22 @@ class KeptTable:
         )
         return [_kept(row) for row in result.rows]
 
-    def keys(self, place: tuple[str, int], state: str) -> Steps[list[tuple[bytes | int, int]]]:
-        """Return the keys of a partition that have rows of a state, and how many. A message without
-        a key is alone: its offset stands for the key."""
+    def keys(
+        self, topic: str, partitions: Collection[int], state: str
+    ) -> Steps[list[tuple[int, bytes | int, int]]]:
+        """Return the keys of partitions that have rows of a state, each with its partition and the
+        number of rows. A message without a key is alone: its offset stands for the key."""
         result = yield Query(
-            "SELECT message_key, min(message_offset), count(*) "
-            f"FROM {ASIDE} WHERE {_OF_PARTITION} AND state = ? "
-            "GROUP BY message_key, CASE WHEN message_key IS NULL THEN message_offset ELSE -1 END",
-            (self._group, *place, state),
+            "SELECT partition_id, message_key, min(message_offset), count(*) "
+            f"FROM {ASIDE} CROSS JOIN {self._dialect.numbers} "
+            "WHERE group_name = ? AND topic = ? AND state = ? AND partition_id = numbers.n "
+            "GROUP BY partition_id, message_key, "
+            "CASE WHEN message_key IS NULL THEN message_offset ELSE -1 END",
+            (json.dumps(sorted(partitions)), self._group, topic, state),
         )
         return [
-            (int(offset) if key is None else bytes(key), int(count))
-            for key, offset, count in result.rows
+            (int(number), int(offset) if key is None else bytes(key), int(count))
+            for number, key, offset, count in result.rows
         ]
 
     def released(self, topic: str, partitions: Collection[int]) -> Steps[list[int]]:

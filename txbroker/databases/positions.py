@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Sequence
 from enum import StrEnum
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 from msgspec import Struct
 
@@ -90,23 +91,36 @@ class PositionTable:
             first_token: of a partition that never had an owner.
         """
         yield from self._see_newest()
-        places = sorted(places)  # two consumers lock rows in the same order
-        key = self._dialect.keep.format(key=_KEY)
-        for place in places:
+        # Two consumers lock rows in the same order.
+        by_topic = [
+            (topic, json.dumps([number for _topic, number in group]))
+            for topic, group in groupby(sorted(places), key=itemgetter(0))
+        ]
+        numbers, key = self._dialect.numbers, self._dialect.keep.format(key=_KEY)
+        for topic, partitions in by_topic:
             yield Query(
                 f"INSERT INTO {POSITION} ({_KEY}, {_COLUMNS}) "
-                f"VALUES (?, ?, ?, ?, '', NULL, '[]', NULL, '[]'){key}token = {POSITION}.token + 1",
-                (self._group, *place, first_token),
+                f"SELECT ?, ?, numbers.n, ?, '', NULL, '[]', NULL, '[]' "
+                f"FROM {numbers} WHERE 1 = 1 ORDER BY numbers.n{key}token = {POSITION}.token + 1",
+                (self._group, topic, first_token, partitions),
             )
         found = {}
-        for place in places:
-            row = (yield self._select(_COLUMNS, place)).rows[0]
-            rows = yield Query(
-                f"SELECT message_offset FROM {DONE} WHERE {_OF_PARTITION} ORDER BY message_offset",
-                (self._group, *place),
-            )
-            found[place] = _claimed(row, [int(row[0]) for row in rows.rows])
+        for topic, partitions in by_topic:
+            claimed = yield self._select_all(POSITION, _COLUMNS, topic, partitions)
+            done = yield self._select_all(DONE, "message_offset", topic, partitions)
+            rows: dict[int, list[int]] = {}
+            for number, offset in done.rows:
+                rows.setdefault(int(number), []).append(int(offset))
+            for number, *row in claimed.rows:
+                found[topic, int(number)] = _claimed(row, sorted(rows.get(int(number), ())))
         return found
+
+    def _select_all(self, table: str, columns: str, topic: str, partitions: str) -> Query:
+        return Query(
+            f"SELECT partition_id, {columns} FROM {table} CROSS JOIN {self._dialect.numbers} "
+            "WHERE group_name = ? AND topic = ? AND partition_id = numbers.n",
+            (partitions, self._group, topic),
+        )
 
     def _see_newest(self) -> Steps[None]:
         """Begin a transaction that reads what others have committed while it waited for them."""

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 import structlog
@@ -88,15 +89,18 @@ class TableAsides:
         self._background = Background(engine.fail)
         self._poll: asyncio.Task[None] | None = None
 
-    async def open(self, work: Work) -> None:
-        """Learn the set-aside keys of a partition."""
-        work.keeps_rows = True
-        work.aside = AsideKeys(work.place)
-        for state in (SET_ASIDE, RELEASED):
-            for key, count in await self._keys(work.place, state):
-                entry = work.aside.keys.setdefault(key, AsideKey(0))
-                entry.count += count
-                entry.released |= state == RELEASED
+    async def open(self, works: Sequence[Work]) -> None:
+        """See `Asides.open`."""
+        asides = {work.place: AsideKeys(work.place) for work in works}
+        for work in works:
+            work.keeps_rows, work.aside = True, asides[work.place]
+        for topic, group in groupby(sorted(asides), key=itemgetter(0)):
+            numbers = [number for _topic, number in group]
+            for state in (SET_ASIDE, RELEASED):
+                for number, key, count in await self._keys(topic, numbers, state):
+                    entry = asides[topic, number].keys.setdefault(key, AsideKey(0))
+                    entry.count += count
+                    entry.released |= state == RELEASED
 
     def begin(self, work: Work) -> None:
         """Handle the rows of a partition that the engine has now."""
@@ -168,15 +172,17 @@ class TableAsides:
         for number in await self._do(lambda: self._store.kept.released(topic, numbers)):
             await self._note_released((topic, number))
 
-    async def _keys(self, place: Partition, state: str) -> list[tuple[bytes | int, int]]:
-        return await self._do(lambda: self._store.kept.keys(place, state))
+    async def _keys(
+        self, topic: str, numbers: Sequence[int], state: str
+    ) -> list[tuple[int, bytes | int, int]]:
+        return await self._do(lambda: self._store.kept.keys(topic, numbers, state))
 
     async def _note_released(self, place: Partition) -> None:
-        keys = await self._keys(place, RELEASED)
+        keys = await self._keys(place[0], [place[1]], RELEASED)
         work = next((work for work in self._retried if work.place == place), None)
         if work is None or work.aside is None:
             return  # lost meanwhile
-        for key, count in keys:
+        for _number, key, count in keys:
             entry = work.aside.keys.setdefault(key, AsideKey(0, count))
             entry.released = True
             self._released.begin(work, key)
