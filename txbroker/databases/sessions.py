@@ -93,16 +93,23 @@ class DriverSession:
 
     def begin(self) -> None:
         """Begin a transaction that may write."""
-        self.execute(Query(self._dialect.begin))
+        self._command(self._dialect.begin)
 
     def commit(self) -> None:
         """Commit it."""
-        self.execute(Query("COMMIT"))
+        self._command("COMMIT")
 
     def rollback(self) -> None:
         """Roll it back, if one is open."""
         if self.in_transaction:
-            self.execute(Query("ROLLBACK"))
+            self._command("ROLLBACK")
+
+    def _command(self, sql: str) -> None:
+        """Execute a statement without a result: with less work than `execute`."""
+        if driver_of(self.connection) == "pymysql":
+            self.connection.query(sql)
+        else:
+            self.connection.execute(sql)
 
     def close(self) -> None:
         """Close the connection."""
@@ -175,13 +182,19 @@ def closed_by_user(connection: Any) -> bool:
 
 def driver_of(connection: Any) -> str:
     """Return the name of the package that a connection's class comes from, "" if it is unknown."""
-    return _driver_of(tuple(kind.__module__ for kind in type(connection).__mro__))
+    kind: Any = type(connection)  # mypy takes no class for hashable
+    return _driver_of(kind)
 
 
 @lru_cache(maxsize=64)
-def _driver_of(modules: tuple[str, ...]) -> str:
+def _driver_of(connection: Any) -> str:
+    """Return `driver_of` of a connection's class."""
     known: Mapping[str, None] = dict.fromkeys(
         ("sqlite3", "psycopg", "psycopg2", "pymysql", "asyncpg", "sqlalchemy", "django")
     )
-    packages = [module.partition(".")[0] for module in modules]
-    return next((package for package in packages if package in known), packages[0])
+    for kind in connection.__mro__:
+        package: str = kind.__module__.partition(".")[0]
+        if package in known:
+            return package
+    name: str = connection.__module__.partition(".")[0]
+    return name

@@ -40,11 +40,12 @@ class Part:
         self.work = work
         self.messages = messages
         self.stored = Stored.NOW
-        offsets = sorted(message.offset for message in messages)
         place = work.owner.place
         if work.is_kept:
+            offsets = sorted([message.offset for message in messages])
             self.settled = Settled(place, work.token, (), offsets, stages=staged)
             return
+        offsets = sorted([message.record.offset for message in messages])
         position = None
         if work.order is Order.PARTITION and work.position.low == offsets[0]:
             position = work.saved(ahead_too=offsets) if staged else work.saved(offsets)
