@@ -12,10 +12,16 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.consumers import kafka_to_kafka
-from benchmarks.consumers.rounds import Ratio
+from benchmarks.consumers import done_rows, inbox, kafka_to_kafka, ratios, takeover
+from benchmarks.consumers.rounds import Bound, Ratio
 
-PARTS: dict[str, Callable[[int], Iterator[Ratio]]] = {"kafka": kafka_to_kafka.ratios}
+PARTS: dict[str, Callable[[int], Iterator[Ratio | Bound]]] = {
+    "kafka": kafka_to_kafka.ratios,
+    "database": ratios.ratios,
+    "takeover": takeover.bounds,
+    "rows": done_rows.bounds,
+    "inbox": inbox.bounds,
+}
 """By name, what measures a part with so many rounds."""
 
 
@@ -34,7 +40,7 @@ def main() -> int:
     return 1 if missed else 0
 
 
-def _fields(ratio: Ratio) -> dict[str, Any]:
+def _fields(ratio: Ratio | Bound) -> dict[str, Any]:
     return {**ratio._asdict(), "figure": ratio.figure, "met": ratio.met}
 
 

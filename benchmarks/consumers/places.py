@@ -74,7 +74,7 @@ class Place(NamedTuple):
                 Query(f"CREATE TABLE {TABLE} (part INTEGER, place BIGINT, value {blob})")
             )
 
-    def count(self) -> int:
+    def stored(self) -> int:
         """Return how many messages have a row, each counted once."""
         session = self.database.open()
         with closing(session):

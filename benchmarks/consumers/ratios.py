@@ -10,13 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import uvloop
 
 from benchmarks.consumers.load import VALUE_BYTES, fill, new_name
-from benchmarks.consumers.places import Message, Place, Rows, rows_of
+from benchmarks.consumers.places import NAMES, Message, Place, Rows, places, rows_of
+from benchmarks.consumers.rounds import Ratio
 from txbroker.consumer import Consumer, InDatabase
+from txbroker.consumer.stores.database import CONNECTIONS_MAX
+from txbroker.embedded import EmbeddedKafka
 
 KEYS = 1_000
 _REST_S = 0.1
@@ -27,26 +35,30 @@ class Case(NamedTuple):
     """What a consumer does.
 
     Attributes:
+        what: in words.
+        least: what the ratio should be.
         order: of the consumer.
         batch: messages in a transaction.
         calls: of the handler in a round.
     """
 
-    order: str
+    what: str
+    least: float
+    order: Literal["partition", "key", "none"]
     batch: int
     calls: int
 
     @property
-    def count(self) -> int:
+    def messages(self) -> int:
         """Messages of a round."""
         return self.batch * self.calls
 
 
 CASES = {
-    "one": Case("partition", 1, 200),
-    "batch": Case("partition", 100, 40),
-    "key": Case("key", 100, 40),
-    "none": Case("none", 100, 40),
+    "one": Case("one by one", 0.7, "partition", 1, 200),
+    "batch": Case("batches of 100", 0.9, "partition", 100, 40),
+    "key": Case("batches of 100 in order `key`", 0.5, "key", 100, 40),
+    "none": Case("batches of 100 without order", 0.5, "none", 100, 40),
 }
 
 
@@ -70,7 +82,10 @@ class Rounds:
         self._ended.clear()
         self.consumer.resume()
         await self._ended.wait()
-        await asyncio.sleep(_REST_S)
+        begun = 0
+        while begun < len(self._times):  # those that had begun before the consumer was suspended
+            begun = len(self._times)
+            await asyncio.sleep(_REST_S)
         return (calls - 1) / (self._times[calls - 1] - self._times[0])
 
     def _begin(self, argument: Any) -> Rows:
@@ -90,9 +105,9 @@ class Rounds:
 
 
 async def ratio(
-    kafka: Any, topic: str, place: Place, case: Case, rounds: int, connections_max: int = 1
-) -> dict[str, Any]:
-    """Return the figures of a case on a database.
+    kafka: Any, topic: str, place: Place, case: Case, rounds: int, connections_max: int
+) -> Ratio:
+    """Compare a consumer and the plain loop.
 
     Args:
         topic: has enough messages.
@@ -103,7 +118,7 @@ async def ratio(
     """
     place.prepare()
     value = bytes(VALUE_BYTES)
-    messages = [Message(-1, number, value) for number in range(case.count)]
+    messages = [Message(-1, number, value) for number in range(case.messages)]
     of_round = Rounds(place, case, asyncio.get_running_loop())
     of_round.consumer = consumer = Consumer(
         kafka,
@@ -121,27 +136,28 @@ async def ratio(
         running = asyncio.create_task(consumer.run(of_round.handler, batch=batch))
         for number in range(rounds + 1):
             rates = await place.alone(messages, case.batch), await of_round.round(case.calls)
+            show(place, case, rates)
             if number:  # the first round opens connections and warms up
                 alone.append(rates[0] * case.batch)
                 consumed.append(rates[1] * case.batch)
         consumer.stop()
         await running
-    if place.count() != of_round.stored:
-        raise SystemExit(f"{place.name}: {place.count()} of {of_round.stored} messages are stored")
+    if place.stored() != of_round.stored:
+        raise SystemExit(f"{place.name}: {place.stored()} of {of_round.stored} messages are stored")
     medians = statistics.median(consumed), statistics.median(alone)
-    return {
-        "figure": round(medians[0] / medians[1], 3),
-        "of_pairs": round(
-            statistics.median(a / b for a, b in zip(consumed, alone, strict=True)), 3
-        ),
-        "rounds": rounds,
-        "per_s": {"consumer": round(medians[0]), "alone": round(medians[1])},
-    }
+    what = f"{place.name}, {case.what}, {connections_max} at a time: times the inserts alone"
+    has_aim = connections_max == min(CONNECTIONS_MAX, place.database.writers_max)
+    return Ratio(what, case.least if has_aim else 0.0, medians)
+
+
+def show(place: Place, case: Case, rates: tuple[float, float]) -> None:
+    alone, consumed = (f"{rate * case.batch:,.0f}" for rate in rates)
+    print(f"{place.name}, {case.what}: {consumed}, alone {alone}", file=sys.stderr, flush=True)
 
 
 def messages_of(case: Case, rounds: int) -> int:
     """Return how many messages the rounds take."""
-    return case.batch * (case.calls + 2) * (rounds + 2)
+    return case.batch * (case.calls + 2 * CONNECTIONS_MAX) * (rounds + 2)
 
 
 async def fill_topic(kafka: Any, cases: Sequence[Case], rounds: int) -> str:
@@ -149,3 +165,19 @@ async def fill_topic(kafka: Any, cases: Sequence[Case], rounds: int) -> str:
     topic = new_name("bench")
     await fill(kafka, topic, max(messages_of(case, rounds) for case in cases), KEYS)
     return topic
+
+
+def ratios(rounds: int) -> Iterator[Ratio]:
+    """Measure each case on each database: with as many connections as the consumer takes by
+    default, and, without an aim, with one as the plain loop has. SQLite has one writer."""
+    cases = list(CASES.values())
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        places(NAMES, Path(folder)) as found,
+        EmbeddedKafka() as kafka,
+    ):
+        topic = uvloop.run(fill_topic(kafka.bootstrap, cases, rounds))
+        for case in cases:
+            for place in found:
+                for count in (CONNECTIONS_MAX, 1)[place.database.writers_max == 1 :]:
+                    yield uvloop.run(ratio(kafka.bootstrap, topic, place, case, rounds, count))

@@ -30,7 +30,7 @@ class Ratio(NamedTuple):
 
     Attributes:
         what: the contenders, in words.
-        least: what the ratio should be.
+        least: what the ratio should be; 0: it has no aim.
         per_s: median rate of each.
     """
 
@@ -51,7 +51,33 @@ class Ratio(NamedTuple):
     def __str__(self) -> str:
         mine, other = (f"{rate:,.0f}" for rate in self.per_s)
         judged = f"at least {self.least:g}: {'met' if self.met else 'missed'}"
+        judged = judged if self.least else "no aim"
         return f"{self.figure:>9g}  {self.what} ({judged}; {mine} and {other} a second)"
+
+
+class Bound(NamedTuple):
+    """A figure that should be small.
+
+    Attributes:
+        what: the figure, in words.
+        most: what it should be at most.
+        figure: what it is.
+        details: what else was measured.
+    """
+
+    what: str
+    most: float
+    figure: float
+    details: dict[str, Any]
+
+    @property
+    def met(self) -> bool:
+        """Whether it is what it should be."""
+        return self.figure <= self.most
+
+    def __str__(self) -> str:
+        judged = f"at most {self.most:g}: {'met' if self.met else 'missed'}"
+        return f"{self.figure:>9g}  {self.what} ({judged}; {self.details})"
 
 
 def with_txbroker(work: Callable[[], Any] | None = None, **options: Any) -> Round:
