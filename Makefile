@@ -120,6 +120,10 @@ bench-crowd: $(VENV)/.dev ## Measure what 1,000 connected producers cost that do
 bench-consumers: $(VENV)/.dev ## Measure consumers against their aims, and beside other clients (12 minutes)
 	@$(BIN)/python -m benchmarks.consuming
 
+.PHONY: bench-exactly-once
+bench-exactly-once: $(VENV)/.dev ## Measure exactly-once consumers against their aims (20 minutes)
+	@$(BIN)/python -m benchmarks.exactly_once
+
 .PHONY: bench-endurance
 bench-endurance: $(VENV)/.dev ## Measure whether ten million transactions slow down or grow (an hour)
 	@$(BIN)/python -m benchmarks.endurance

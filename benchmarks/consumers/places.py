@@ -133,6 +133,12 @@ class Place(NamedTuple):
             return time.perf_counter() - began
 
 
+# The servers' defaults, in place of the small ones of tests.
+_POSTGRES: dict[str, str | int] = {"shared_buffers": "128MB"}
+_MARIADB: dict[str, str | int] = {
+    "innodb_buffer_pool_size": "128M",
+    "innodb_log_file_size": "96M",
+}
 NAMES = ("sqlite", "postgresql", "postgresql-coroutine", "mariadb")
 
 
@@ -145,7 +151,8 @@ def places(names: Collection[str], folder: Path) -> Iterator[list[Place]]:
             file = folder / "bench.db"
             found.append(Place("sqlite", SQLite(file), lambda: sqlite3.connect(file), "?"))
         if {"postgresql", "postgresql-coroutine"} & set(names):
-            url = stack.enter_context(PostgresServer()).create_database("bench")
+            server = PostgresServer(**_POSTGRES)
+            url = stack.enter_context(server).create_database("bench")
             found += [
                 Place("postgresql", Postgres(url), lambda: psycopg.connect(url), "%s"),
                 Place(
@@ -157,7 +164,8 @@ def places(names: Collection[str], folder: Path) -> Iterator[list[Place]]:
                 ),
             ]
         if "mariadb" in names:
-            found.append(_mariadb(stack.enter_context(MariaServer()).create_database("bench")))
+            url = stack.enter_context(MariaServer(**_MARIADB)).create_database("bench")
+            found.append(_mariadb(url))
         yield [place for place in found if place.name in names]
 
 
