@@ -164,8 +164,8 @@ def places(names: Collection[str], folder: Path) -> Iterator[list[Place]]:
                 ),
             ]
         if "mariadb" in names:
-            url = stack.enter_context(MariaServer(**_MARIADB)).create_database("bench")
-            found.append(_mariadb(url))
+            maria = stack.enter_context(MariaServer(**_MARIADB))
+            found.append(_mariadb(maria.create_database("bench")))
         yield [place for place in found if place.name in names]
 
 
