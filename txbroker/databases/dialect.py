@@ -49,7 +49,7 @@ class Dialect(Struct, frozen=True, kw_only=True):
         keep: middle of an upsert, before the columns to set.
         numbers: a table with a column `n`, of a JSON list of whole numbers.
         now_s: seconds since 1970.
-        text, key, long_text, blob, whole: types of columns. `key` is a text of at most 255 ASCII
+        text, key, blob, whole: types of columns. `key` is a text of at most 255 ASCII
             characters.
         options: end of CREATE TABLE.
         keyed: in addition, where the rows are hardly longer than their key.

@@ -1,7 +1,7 @@
 """SQL as steps: written once, executed on plain and on asynchronous connections.
 
 A step function is a generator: it yields each `Query` and receives its `Result`, or the database's
-error at the place where it yielded. Values stand for `?` in the SQL text, whatever the driver.
+error at the place where it yielded. Values stand for `?` in the SQL text, for every driver.
 """
 
 from __future__ import annotations
