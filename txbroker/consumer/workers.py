@@ -232,8 +232,9 @@ class Workers:
                     await handler(given)
             if later:
                 await run_later(messages, fresh, argument)
-            if results is not None:
-                await results.finished([each for each in messages if each.stage > len(later)])
+            passed = [each for each in messages if each.stage > len(later)]
+            if passed and results is not None:
+                await results.finished(passed)
 
         async def run_later(
             messages: Sequence[ReceivedMessage], fresh: Sequence[ReceivedMessage], argument: Any

@@ -24,7 +24,7 @@ from txbroker.contract.checks import CheckRequest, NotYet, Rollback
 from txbroker.core.records import Decision
 from txbroker.databases import tables
 from txbroker.databases.connections import run_on, run_on_async
-from txbroker.databases.database import Database
+from txbroker.databases.database import Database, check_database
 from txbroker.databases.dialect import SQLITE, Fault
 from txbroker.databases.mariadb import MariaDB
 from txbroker.databases.postgres import Postgres
@@ -60,6 +60,7 @@ class Barrier:
     """
 
     def __init__(self, database: Database) -> None:
+        check_database(type(self).__name__, database)
         self.database = database
         self._dialect = database.dialect
         self._table = tables.BARRIER

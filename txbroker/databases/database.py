@@ -188,6 +188,22 @@ class Database:
         return error
 
 
+def check_database(user: str, database: object) -> None:
+    """Refuse what is no database.
+
+    Args:
+        user: the class that takes it.
+
+    Raises:
+        ConfigurationError
+    """
+    if not isinstance(database, Database):
+        raise ConfigurationError(
+            f"{user}({database!r}): give a database, such as Postgres('dbname=shop') of "
+            "txbroker.databases"
+        )
+
+
 def _text(error: BaseException) -> str:
     """Return the text of a driver's error on one line; PyMySQL's have a number and a text."""
     text = error.args[1] if len(error.args) == 2 and isinstance(error.args[0], int) else error

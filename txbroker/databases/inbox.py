@@ -11,7 +11,7 @@ from typing import Any
 
 from txbroker.databases import tables
 from txbroker.databases.connections import run_on, run_on_async
-from txbroker.databases.database import Database
+from txbroker.databases.database import Database, check_database
 from txbroker.databases.dialect import SQLITE, Fault
 from txbroker.databases.steps import Query, Steps
 from txbroker.errors import BadRequest, ConfigurationError
@@ -32,7 +32,8 @@ class Inbox:
     """
 
     def __init__(self, database: Database, consumer: str = "") -> None:
-        if consumer and not tables.is_key(consumer):
+        check_database("Inbox", database)
+        if consumer != "" and not (isinstance(consumer, str) and tables.is_key(consumer)):
             raise ConfigurationError(
                 f"consumer is a text of at most {tables.KEY_MAX} ASCII characters, not {consumer!r}"
             )

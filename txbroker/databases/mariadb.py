@@ -52,14 +52,14 @@ class MariaDB(Database):
 
 def _parsed(url: str) -> dict[str, Any]:
     """Return the arguments of `pymysql.connect` in a URL."""
-    if not url:
+    if url == "":
         return {}
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         port = parts.port
-    except ValueError:
-        port = -1
-    if parts.scheme not in ("mariadb", "mysql") or port == -1:
+    except (ValueError, TypeError, AttributeError):
+        parts, port = urlsplit(""), None
+    if parts.scheme not in ("mariadb", "mysql"):
         raise ConfigurationError(
             "MariaDB: the URL is malformed: write mariadb://USER:PASSWORD@HOST:PORT/DATABASE"
         )

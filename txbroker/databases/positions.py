@@ -18,7 +18,7 @@ from txbroker.core.consuming.position import Later, Metadata, Position
 from txbroker.databases.dialect import Dialect, Fault, TransactionGone
 from txbroker.databases.steps import Query, Steps
 from txbroker.databases.tables import ASIDE, DONE, POSITION
-from txbroker.errors import InvariantBroken
+from txbroker.errors import ConfigurationError, InvariantBroken
 
 Partition = tuple[str, int]
 
@@ -112,7 +112,14 @@ class PositionTable:
             for number, offset in done.rows:
                 rows.setdefault(int(number), []).append(int(offset))
             for number, *row in claimed.rows:
-                found[topic, int(number)] = _claimed(row, sorted(rows.get(int(number), ())))
+                try:
+                    found[topic, int(number)] = _claimed(row, sorted(rows.get(int(number), ())))
+                except (ValueError, TypeError) as error:
+                    raise ConfigurationError(
+                        f"the row of {topic}-{number} of group {self._group} in {POSITION} cannot "
+                        f"be read: another program changed it ({error}): correct it, or set its "
+                        "next to NULL, and the partition begins at `start`"
+                    ) from error
         return found
 
     def _select_all(self, table: str, columns: str, topic: str, partitions: str) -> Query:
@@ -237,7 +244,10 @@ class PositionTable:
         Waits for the transaction that was not answered, if it is still open.
         """
         yield from self._see_newest()
-        row = (yield self._select("token, next", settled.place, self._dialect.lock)).rows[0]
+        found = yield self._select("token, next", settled.place, self._dialect.lock)
+        if not found.rows:  # an operator deleted it
+            return Stored.FENCED
+        row = found.rows[0]
         if settled.offsets:
             first = settled.offsets[0]
             rows = yield Query(

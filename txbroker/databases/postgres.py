@@ -57,7 +57,7 @@ class Postgres(Database):
         module = _psycopg()
         try:
             parts = module.conninfo.conninfo_to_dict(conninfo)
-        except module.Error:  # its text may hold the password
+        except (module.Error, TypeError, AttributeError):  # its text may hold the password
             raise ConfigurationError(
                 "Postgres: conninfo is malformed: write dbname=DATABASE host=HOST or "
                 "postgresql://USER:PASSWORD@HOST:PORT/DATABASE"

@@ -32,9 +32,13 @@ class SQLite(Database):
     writers_max = 1
 
     def __init__(self, file: str | Path, *, create_tables: bool = False) -> None:
-        if not str(file) or str(file).startswith((":memory:", "file:")):
+        if (
+            not isinstance(file, str | Path)
+            or not str(file)
+            or str(file).startswith((":memory:", "file:"))
+        ):
             raise ConfigurationError(
-                f"SQLite({str(file)!r}): txbroker needs a file, which several connections open: "
+                f"SQLite({file!r}): txbroker needs a file, which several connections open: "
                 "give a path"
             )
         self._path = os.path.abspath(file)

@@ -228,7 +228,7 @@ def forget(
     Raises:
         BadRequest: less than a day.
     """
-    if not FORGET_S_MIN <= older_than_s < math.inf:
+    if not isinstance(older_than_s, int | float) or not FORGET_S_MIN <= older_than_s < math.inf:
         raise BadRequest(
             f"older_than_s must be at least {FORGET_S_MIN}, not {older_than_s!r}: rows are kept "
             "for a day"

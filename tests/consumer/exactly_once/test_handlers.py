@@ -77,12 +77,47 @@ async def test_transaction_that_ended_is_noticed(world: World, shop: Shop, sql: 
 
 
 @pytest.mark.parametrize("shop", KINDS, indirect=True)
-async def test_connection_that_the_handler_closed(world: World, shop: Shop) -> None:
+@pytest.mark.parametrize("error", [None, ValueError("bug")])
+async def test_connection_that_the_handler_closed(
+    world: World, shop: Shop, error: Exception | None
+) -> None:
     def handle(_message: ReceivedMessage, connection: Any) -> None:
         connection.close()
+        if error is not None:
+            raise error
 
     world.produce("a=1")
     await ends(world, shop, handle, TransactionControlled, "closed its connection")
+
+
+@pytest.mark.parametrize(
+    ("shop", "sql"),
+    [
+        (POSTGRES, "SELECT pg_terminate_backend(pg_backend_pid())"),
+        (MARIADB, "KILL CONNECTION_ID()"),
+    ],
+    indirect=["shop"],
+)
+@pytest.mark.parametrize("batch", [0, 3])
+async def test_message_that_always_ends_its_session(
+    world: World, shop: Shop, sql: str, batch: int
+) -> None:
+    """As one does that crashes the server's process: it has failed, and no other message."""
+    booking = Booking(shop)
+
+    def handle(given: Any, connection: Any) -> None:
+        booking(given, connection)
+        if "2" in booking.batches[-1]:
+            execute(connection, shop.database.dialect.name, sql)
+
+    world.produce("a=1", "a=2", "a=3")
+    options = {"on_failure": "skip", "local_attempts_max": 1, **shop.options}
+    async with world.running(handle, run={"batch": batch}, **options) as consumer:
+        await shop.has("1", "3")
+        await shop.reaches(3)
+        assert counted(consumer, "failed") == 1
+    assert shop.aside("dead") == ["2"]
+    assert booking.batches.count(["2"]) == 3
 
 
 @pytest.mark.parametrize(

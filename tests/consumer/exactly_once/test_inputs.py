@@ -13,7 +13,7 @@ from tests.kit.consumer_world import World
 from tests.kit.results import Booking, Shop
 from tests.kit.until import unique
 from txbroker.consumer import Consumer, InDatabase, RecordsDeleted
-from txbroker.databases import Postgres, SQLite
+from txbroker.databases import Barrier, Inbox, MariaDB, Postgres, SQLite
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.door.consuming import StoreUnavailable
 from txbroker.errors import ConfigurationError
@@ -86,12 +86,39 @@ def test_options(shop: Shop) -> None:
     ):
         with pytest.raises(ConfigurationError, match=match):
             Consumer("kafka:9092", **given | options)
-    with pytest.raises(ConfigurationError, match="give a database"):
-        InDatabase("sqlite:///x")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="connections_max is 0"):
-        InDatabase(shop.database, connections_max=0)
-    with pytest.raises(ConfigurationError, match="needs a file"):
-        SQLite(":memory:")
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "match"),
+    [
+        (InDatabase, {"database": "sqlite:///x"}, "InDatabase.*give a database"),
+        (InDatabase, {"connections_max": 0}, "connections_max is 0"),
+        (InDatabase, {"connections_max": "3"}, "connections_max is '3'"),
+        (InDatabase, {"dead_letter_topic": 5}, "the name of a topic"),
+        (Inbox, {"database": 5}, "Inbox.5.*give a database"),
+        (Inbox, {"consumer": 5}, "consumer is a text .*not 5"),
+        (Barrier, {"database": None}, "Barrier.None.*give a database"),
+        (SQLite, {"file": ":memory:"}, "needs a file"),
+        (SQLite, {"file": None}, "needs a file"),
+        (Postgres, {"conninfo": 5}, "conninfo is malformed"),
+        (MariaDB, {"url": None}, "URL is malformed"),
+        (MariaDB, {"url": "mariadb://h:port/shop"}, "URL is malformed"),
+    ],
+)
+def test_wrong_arguments(kind: Any, given: dict[str, Any], match: str, tmp_path: Path) -> None:
+    if kind in (InDatabase, Inbox):
+        given = {"database": SQLite(tmp_path / "shop.db")} | given
+    with pytest.raises(ConfigurationError, match=match):
+        kind(**given)
+
+
+@pytest.mark.parametrize("ranges", ["x", "[[1]]", "5"])
+async def test_row_that_another_program_changed(world: World, shop: Shop, ranges: str) -> None:
+    world.produce("a=1")
+    async with world.running(Booking(shop), **shop.options):
+        await shop.reaches(1)
+    shop.do("UPDATE txbroker_position SET done_ranges = ? WHERE partition_id = 0", ranges)
+    await refused(world, r"row of orders-0 of group \S+ in txbroker_position", **shop.options)
 
 
 @pytest.mark.parametrize("on_gap", ["stop", "skip"])

@@ -146,6 +146,21 @@ async def test_message_without_a_key_is_set_aside_alone(world: World, shop: Shop
         await until(lambda: not shop.aside())
 
 
+async def test_set_aside_message_that_is_read_again(world: World, shop: Shop) -> None:
+    """Its key is free once its rows are done, however often they were stored."""
+    booking = Booking(shop, **{"1": [BUG, None]})
+    options = {"order": "key", **ASIDE, **shop.options}
+    world.produce("a=1")
+    async with world.running(booking, **options):
+        await until(lambda: shop.aside("aside") == ["1"])
+    async with world.running(booking, on_assign=lambda given: dict.fromkeys(given, 0), **options):
+        await shop.reaches(1)
+        assert shop.transact(shop.kept.release(PLACE, b"a", "checked")) == 1
+        await until(lambda: not shop.aside())
+        world.produce("a=2")
+        await shop.has("1", "2")
+
+
 @pytest.mark.rule(43)
 async def test_message_is_kept_with_its_position(world: World, shop: Shop) -> None:
     """A crash at any time finds it in one of the two places."""

@@ -10,14 +10,14 @@ from txbroker.consumer.stores.connections import Connections
 from txbroker.consumer.stores.results import DatabaseResults
 from txbroker.core.consuming.copies import GroupTopics, read_copy
 from txbroker.core.consuming.position import Metadata, Position, decode_metadata, encode_metadata
-from txbroker.databases.database import Database
+from txbroker.databases.database import Database, check_database
 from txbroker.databases.kept import DEAD, RETRY, SET_ASIDE, UNPUBLISHED, Kept, KeptTable
 from txbroker.databases.positions import PositionTable
 from txbroker.databases.steps import Steps
 from txbroker.door.consuming import Copy, Partition, StoredOffset
 from txbroker.errors import ConfigurationError
 
-CONNECTIONS_MAX = 16
+CONNECTIONS_MAX = 4
 _METADATA_MAX = 1 << 24
 
 
@@ -45,13 +45,15 @@ class InDatabase:
         connections_max: int = CONNECTIONS_MAX,
         dead_letter_topic: str | None = None,
     ) -> None:
-        if not isinstance(database, Database):
+        check_database("InDatabase", database)
+        if type(connections_max) is not int or connections_max < 1:
             raise ConfigurationError(
-                f"InDatabase({database!r}): give a database, such as Postgres('dbname=shop') of "
-                "txbroker.databases"
+                f"connections_max is {connections_max!r}: it is a whole number of at least 1"
             )
-        if connections_max < 1:
-            raise ConfigurationError(f"connections_max is {connections_max}: it is at least 1")
+        if not isinstance(dead_letter_topic, str | None):
+            raise ConfigurationError(
+                f"dead_letter_topic is {dead_letter_topic!r}: it is the name of a topic"
+            )
         self.database = database
         self.dead_letter_topic = dead_letter_topic
         self._connections_max = connections_max

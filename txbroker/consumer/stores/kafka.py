@@ -41,6 +41,7 @@ _KNOWN_S = 60.0
 _PAUSE_S, _PAUSE_MAX_S = 0.1, 5.0
 _UNKNOWN = 0.0, 0
 _INT32_MAX, _INT64_MAX = (1 << 31) - 1, (1 << 63) - 1
+_BYTES = (bytes, type(None))
 _hash_of = lru_cache(maxsize=10_000)(murmur2)
 _sending = threading.Lock()
 """Held while `Outputs` change: a thread may send while the handler ends."""
@@ -230,25 +231,29 @@ class KafkaResults:
         return count
 
 
-def _wrong_field(message: Message) -> str:
-    """Return which field of a message cannot be written, and what it must be; "" if all can."""
-    for name in ("key", "value"):
-        if not isinstance(getattr(message, name), bytes | None):
-            return f"{name} is not bytes or None"
-    topic: Any = message.topic
-    if not isinstance(topic, str):
+def _wrong_field(message: Any) -> str:
+    """Return which field of a `Message` cannot be written, and what it must be; "" if all can."""
+    if not isinstance(message.key, _BYTES):
+        return "key is not bytes or None"
+    if not isinstance(message.value, _BYTES):
+        return "value is not bytes or None"
+    if not isinstance(message.topic, str):
         return "topic is not a text"
-    for name, least, largest in (("partition", 0, _INT32_MAX), ("timestamp_ms", -1, _INT64_MAX)):
-        number = getattr(message, name)
-        if number is not None and not (type(number) is int and least <= number <= largest):
-            return f"{name} {number!r} is not a whole number from {least} to {largest}, or None"
-    headers: Sequence[Any] = message.headers
-    for header in headers:
+    if message.partition is not None and not _is_whole(message.partition, 0, _INT32_MAX):
+        return f"partition {message.partition!r} is not a whole number from 0 to {_INT32_MAX}"
+    time_ms = message.timestamp_ms
+    if time_ms is not None and not _is_whole(time_ms, -1, _INT64_MAX):
+        return f"timestamp_ms {time_ms!r} is not a whole number from -1 to {_INT64_MAX}"
+    for header in message.headers:
         match header:
             case (str(), bytes() | None):
                 continue
         return f"headers hold {header!r}, which is not a pair of name and bytes or None"
     return ""
+
+
+def _is_whole(number: object, least: int, largest: int) -> bool:
+    return type(number) is int and least <= number <= largest
 
 
 def _copy(output: Message, message: ReceivedMessage, count: int) -> Copy:

@@ -201,9 +201,23 @@ class TableAsides:
 
     async def chunk(self, work: Work, key: bytes | int) -> list[Record]:
         """See `KeptCopies.chunk`."""
+        assert work.aside is not None
+        entry = work.aside.keys[key]
+        count = 0 if self._stores(work, key) else entry.count
         rows = await self._do(lambda: self._store.kept.of_key(work.place, key, _CHUNK))
+        if not rows and entry.count == count:
+            del work.aside.keys[key]  # a message that was read again is counted twice
         unstored = self._committer.copies.messages
         return [kept.copy for kept in rows if kept.failed.source not in unstored]
+
+    def _stores(self, work: Work, key: bytes | int) -> bool:
+        """Return whether messages of a key wait to be stored."""
+        messages = (each.message for each in self._committer.copies.of(work))
+        return any(
+            key == (one.offset if one.key is None else one.key)
+            for one in messages
+            if one is not None
+        )
 
     def clearance(self, message: ReceivedMessage, count: int) -> Sequence[Copy]:
         """See `KeptCopies.clearance`: the rows are deleted with the results."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,9 @@ _BUSY_ATTEMPTS = 10
 _LOCKS_AFTER = 2
 """Attempts, after which rounds wait for a handler: at repeatable read each one that ends while the
 handler runs would make its transaction fail."""
+_ENDED_MAX = 3
+"""Sessions that a message may end, one after the other, while the database takes others: then that
+is its failure, as of a statement that crashes the server's process."""
 _PAUSE_S, _PAUSE_MAX_S = 0.02, 1.0
 
 
@@ -53,6 +57,8 @@ class DatabaseResults:
         self._positions = positions
         self._failures = 0
         """In a row: the database was unavailable for handlers."""
+        self._ended: Counter[str] = Counter()
+        """By id of the messages that were handled alone: sessions that they have ended."""
 
     def check(self, handler: Handler, *, batch: bool) -> None:
         """See `Results.check`."""
@@ -126,10 +132,11 @@ class DatabaseResults:
                 raise RolledBack
             return
         if isinstance(error, HandlerFailed):
-            lost = error.session_lost
-            if not lost and fault is Fault.UNAVAILABLE:  # perhaps that of another database
-                lost = not await self._can_write(transaction)
-            if not lost:
+            if not (error.session_lost or fault is Fault.UNAVAILABLE):
+                raise error.error from None
+            if await self._can_write(transaction) and not (  # perhaps it is of another database
+                error.session_lost and self._may_end(transaction.messages)
+            ):
                 raise error.error from None
         elif fault is Fault.ABORTED:
             raise TransactionAborted from error
@@ -137,6 +144,16 @@ class DatabaseResults:
             raise error
         await self._unavailable(transaction.works, raised or error)
         raise RolledBack
+
+    def _may_end(self, messages: Sequence[ReceivedMessage]) -> bool:
+        """Count a lost session; return whether its messages are handled again without a failure."""
+        if len(messages) > 1:  # which of them ended it, each shows alone
+            for message in messages:
+                message.alone = True
+            return True
+        name = messages[0].id
+        self._ended[name] += 1
+        return self._ended[name] < _ENDED_MAX or not self._ended.pop(name)
 
     async def _can_write(self, transaction: Transaction) -> bool:
         place = transaction.parts[0].settled.place
@@ -188,6 +205,8 @@ class DatabaseResults:
         Raises:
             RolledBack
         """
+        if self._ended:
+            self._ended.pop(transaction.messages[0].id, None)
         if stopped_at is None:
             for part in transaction.parts:
                 if part.settled.position is not None:
@@ -202,6 +221,7 @@ class DatabaseResults:
                 part.work.commits.fenced(part.work.owner)
             raise RolledBack
         if len(transaction.messages) == 1:
+            self._store.add_rows(part.work.place, part.settled.offsets)
             first_stored(part.messages)
             return
         for message in part.messages:  # which of them was stored before, each shows alone

@@ -100,6 +100,7 @@ class Transaction:
         except TransactionControlled:
             raise
         except Exception as error:
+            _check_open(session)
             raise HandlerFailed(error) from error
         if inspect.isawaitable(result):
             if inspect.iscoroutine(result):
@@ -133,6 +134,7 @@ class Transaction:
         except TransactionControlled:
             raise
         except Exception as error:
+            _check_open(session)
             raise HandlerFailed(error) from error
         self._check(session)
         stopped_at = await run_async(self._settle(), session.execute)
@@ -178,10 +180,7 @@ class Transaction:
     def _check(self, session: PlainSession | AsyncSession) -> None:
         """Raise TransactionControlled if the handler ended the transaction, RolledBack if it
         reported a failure of a message."""
-        if closed_by_user(session.connection):
-            raise TransactionControlled(
-                "the handler closed its connection, which the consumer uses again: leave it open"
-            )
+        _check_open(session)
         if not session.in_transaction:
             raise TransactionControlled(
                 "the handler ended the transaction of the consumer, by COMMIT, ROLLBACK or a "
@@ -212,3 +211,10 @@ class Transaction:
         if self._dialect.fault(error) is Fault.UNAVAILABLE:
             raise Unanswered from error
         raise error
+
+
+def _check_open(session: PlainSession | AsyncSession) -> None:
+    if closed_by_user(session.connection):
+        raise TransactionControlled(
+            "the handler closed its connection, which the consumer uses again: leave it open"
+        )

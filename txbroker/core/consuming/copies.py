@@ -163,15 +163,18 @@ def spread(partition: Partition, partitions: int) -> int:
     return crc32(f"{partition[0]}/{partition[1]}".encode()) % partitions
 
 
-def message_id(topic: str, partition: int, offset: int, headers: Iterable[Header]) -> str:
+def message_id(topic: str, partition: int, offset: int, headers: Iterable[Header] | None) -> str:
     """Return the identity of a message: the same for every copy and repeat of it.
 
     For a message that txbroker promoted: installation, transaction id and number in the
     transaction. Otherwise topic, partition and offset of its origin.
+
+    Args:
+        headers: as Kafka clients return them; None: there are none.
     """
     source = f"{topic}/{partition}@{offset}"
     promoted: dict[str, str] = {}
-    for name, value in headers:
+    for name, value in headers or ():
         if name == SOURCE_HEADER and value:
             source = value.decode(errors="replace")
         if name in (INSTALLATION_HEADER, ID_HEADER, SEQUENCE_HEADER) and value is not None:
