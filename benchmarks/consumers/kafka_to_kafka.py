@@ -62,11 +62,12 @@ async def prepare(kafka: str) -> None:
 
 async def with_txbroker(kafka: str) -> float:
     """Return the rate of a consumer with `InKafka`, in the default order."""
-    began, group = 0.0, new_name("bench")
+    began, left, group = 0.0, COUNT, new_name("bench")
 
     async def handle(message: ReceivedMessage, out: Outputs) -> None:
-        nonlocal began
+        nonlocal began, left
         began = began or time.perf_counter()
+        left -= 1
         out.send(Message(_TARGET, key=message.key, value=message.value))
 
     chosen: Any = {"mode": "exactly-once", "store": InKafka()}
@@ -81,7 +82,7 @@ async def with_txbroker(kafka: str) -> float:
             return all(found[place].offset == end for place, end in ends.items())
 
         running = asyncio.create_task(consumer.run(handle))
-        while not began or not await committed():
+        while left > 0 or not await committed():
             await asyncio.sleep(_TRANSACTION_S / 10)
         took_s = time.perf_counter() - began
         consumer.stop()
