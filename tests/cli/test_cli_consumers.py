@@ -344,6 +344,7 @@ async def test_group_of_other_programs_is_recognised(
         (("aside", "own", "--key", "base64:?"), 2, "the bytes after base64: are no base64"),
         (("aside", "own", "--database", "oracle://x"), 1, "has one of the forms sqlite:///FILE"),
         (("dead", "own", "--database", "sqlite:///none.db"), 1, "does not exist: correct its path"),
+        (("dead", "unknown", "--database", "sqlite:///shop.db"), 1, "has no positions of group un"),
     ],
 )
 def test_bad_input_gets_a_sentence(
@@ -360,6 +361,7 @@ def test_bad_input_gets_a_sentence(
     for topic in ("orders", *GroupTopics.of("txbroker", "own")):
         memory.create_topic(topic)
     memory._kafka.group("plain").offsets["orders", 0] = StoredOffset(0, "")
+    SQLite(tmp_path / "shop.db").create()
     result = call("consumers", *arguments)
     assert (result.code, result.out) == (code, "")
     assert sentence in result.err

@@ -266,6 +266,8 @@ def test_unreachable_server_is_reported(scheme: str) -> None:
         with pytest.raises(DatabaseUnavailable, match="shop: ") as failed:
             use()
         assert "secret" not in str(failed.value)
+    done = CliRunner().invoke(cli, ["databases", "create", url])
+    assert "start the database, or correct its address" in str(done.exception)
 
 
 def test_command_creates_the_tables(empty: Place) -> None:

@@ -267,6 +267,12 @@ class PositionTable:
 
     # --- positions ---------------------------------------------------------------------------
 
+    def known(self) -> Steps[bool]:
+        """Return whether the group has positions here."""
+        sql = f"SELECT 1 FROM {POSITION} WHERE group_name = ? LIMIT 1"
+        result = yield Query(sql, (self._group,))
+        return bool(result.rows)
+
     def touch(self, place: Partition) -> Steps[None]:
         """Write something, to see whether that is possible."""
         yield Query(

@@ -208,11 +208,13 @@ async def test_deadlock_that_the_handler_caught_stores_no_position(
 ) -> None:
     """The server rolls the whole transaction back, and PyMySQL shows it as open."""
 
+    waits = Query("SHOW GLOBAL STATUS LIKE 'Innodb_row_lock_current_waits'")
+
     def handle(message: ReceivedMessage, connection: Any) -> None:
         booking(message, connection)
         if len(booking.begun) > 1:
             return
-        with closing(shop.database.open()) as other:
+        with closing(shop.database.open()) as other, closing(shop.database.open()) as watch:
             other.begin()
             other.execute(Query("UPDATE locks SET n = 1 WHERE id >= 2"))
             execute(connection, "mariadb", "UPDATE locks SET n = 1 WHERE id = 1")
@@ -220,7 +222,8 @@ async def test_deadlock_that_the_handler_caught_stores_no_position(
                 target=other.execute, args=[Query("UPDATE locks SET n = 2 WHERE id = 1")]
             )
             waiting.start()
-            time.sleep(0.5)  # until it waits for the lock
+            while not int(watch.execute(waits).rows[0][1]):
+                time.sleep(0.01)
             with pytest.raises(pymysql.err.OperationalError, match="Deadlock"):
                 execute(connection, "mariadb", "UPDATE locks SET n = 1 WHERE id = 2")
             waiting.join()

@@ -13,9 +13,11 @@ from txbroker.consumer.operations.copies import DeadLetter, SetAsideKey
 from txbroker.consumer.operations.groups import GroupView
 from txbroker.databases.database import Database, steps_in_transaction
 from txbroker.databases.kept import DEAD, RELEASED, SET_ASIDE, UNPUBLISHED, Kept, KeptTable
+from txbroker.databases.positions import PositionTable
 from txbroker.databases.steps import Steps
 from txbroker.databases.urls import from_url
 from txbroker.door.consuming import ConsumingDoor
+from txbroker.errors import ConfigurationError
 
 T = TypeVar("T")
 
@@ -73,6 +75,7 @@ class InTable:
 
     def __init__(self, database: Database, group: str) -> None:
         self._database = database
+        self._group = group
         self._kept = KeptTable(database.dialect, group)
 
     @classmethod
@@ -124,10 +127,17 @@ class InTable:
         return await self._do(steps)
 
     async def _do(self, steps: Callable[[], Steps[T]]) -> T:
+        known = PositionTable(self._database.dialect, self._group).known
+
         def in_thread() -> T:
             with self._database.explained():
                 session = self._database.open()
                 try:
+                    if not steps_in_transaction(known(), session):
+                        raise ConfigurationError(
+                            f"{self._database.name} has no positions of group {self._group}: "
+                            "correct its name, or the database's URL"
+                        )
                     return steps_in_transaction(steps(), session)
                 finally:
                     session.close()
