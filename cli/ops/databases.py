@@ -37,6 +37,6 @@ def create_command(url: str, dry_run: bool) -> None:
         database.prepare()
     except DatabaseUnavailable as error:
         raise DatabaseUnavailable(
-            f"{error}: start the database, or correct its address; then try again"
+            f"{error}: start the database, or correct its address, user or password; then try again"
         ) from error
     click.echo(f"{database.name} has txbroker's tables.", err=True)

@@ -159,10 +159,11 @@ _BY_NUMBER: Mapping[int, Fault] = {
     **dict.fromkeys((1213, 1205, 1020), Fault.BUSY),  # deadlock, lock timeout, snapshot too old
     1062: Fault.DUPLICATE,
     1146: Fault.NO_TABLE,
-    **dict.fromkeys((1044, 1045, 1142, 1143, 1227), Fault.DENIED),
+    **dict.fromkeys((1044, 1142, 1143, 1227), Fault.DENIED),
     **dict.fromkeys(
-        (0, 1040, 1049, 1053, 1129, 1158, 1159, 1160, 1161, 1203, 1290, 1836, 1927, 4031),
-        Fault.UNAVAILABLE,  # no connection, too many, no such database, shutdown, killed, read only
+        (0, 1040, 1045, 1049, 1053, 1129, 1158, 1159, 1160, 1161, 1203, 1290, 1836, 1927, 4031),
+        # no connection, too many, wrong password, no such database, shutdown, killed, read only
+        Fault.UNAVAILABLE,
     ),
     **dict.fromkeys((1021, 1037, 1041), Fault.UNAVAILABLE),  # disk or memory is full
     **dict.fromkeys((2002, 2003, 2006, 2013, 2014, 2055), Fault.UNAVAILABLE),  # of the client
