@@ -27,15 +27,12 @@ from txbroker.databases.steps import Steps
 from txbroker.door.consuming import ConsumingDoor, Copy, Partition
 from txbroker.error_text import safe_repr
 from txbroker.errors import KafkaUnavailable
-from txbroker.net.timers import grown_pause_s
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 T = TypeVar("T")
 
 _POLL_S = 1.0
 """Between looks for messages that are due, and for releases."""
-_POLL_MAX_S = 10.0
-"""While the database is unavailable."""
 _TAKEN_MAX = 500
 _CHUNK = 500
 
@@ -134,15 +131,16 @@ class TableAsides:
     # --- rows that are due -------------------------------------------------------------------
 
     async def _look_often(self) -> None:
-        failures = 0
+        available = True
         while True:
             try:
                 await self._look()
-                failures = 0
+                available = True
             except KafkaUnavailable as error:
-                failures += 1
-                log.warning("failed messages not read", error=safe_repr(error))
-            await asyncio.sleep(grown_pause_s(failures + 1, _POLL_S, _POLL_MAX_S))
+                if available:
+                    log.warning("failed messages not read", error=safe_repr(error))
+                available = False
+            await asyncio.sleep(_POLL_S)
 
     async def _look(self) -> None:
         """Take rows that are due, and released keys, of the partitions of each topic."""
