@@ -8,6 +8,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -246,8 +247,8 @@ class ExactFleet(Fleet):
         history, topics = await self._found()
         tables = self.tables
         if tables is not None:
-            effects = await asyncio.to_thread(tables.effects)
-            kept = await asyncio.to_thread(tables.kept, self.group)
+            effects = await self._answered(partial(asyncio.to_thread, tables.effects))
+            kept = await self._answered(partial(asyncio.to_thread, tables.kept, self.group))
         else:
             effects, kept = self._effects_in(topics.output), _kept_in(topics)
         outcome = Outcome(

@@ -37,6 +37,7 @@ from tests.faults.consuming.judge import (
     source_of,
 )
 from tests.faults.consuming.judge import position as read_position
+from tests.faults.consuming.tables import ERRORS
 from tests.kit.topic_reader import admin_of, create_topic, read_topics
 from tests.kit.until import until
 from txbroker.config.settings import load_kafka_access
@@ -483,12 +484,12 @@ class Fleet:
         self._stored.append(await self._answered(self._look))
 
     async def _answered(self, ask: Callable[[], Awaitable[Any]]) -> Any:
-        """Return an answer of Kafka, which may be restarted meanwhile."""
+        """Return an answer of Kafka or a database, which another case may restart meanwhile."""
         until_s = time.monotonic() + SETTLE_S
         while True:
             try:
                 return await ask()
-            except (KafkaException, KafkaError, OSError, AssertionError):
+            except (KafkaException, KafkaError, AssertionError, *ERRORS):
                 if time.monotonic() > until_s:
                     raise
                 await asyncio.sleep(1)
