@@ -4,7 +4,6 @@ import click
 
 from txbroker.cli.main import SuggestingGroup
 from txbroker.cli.run import usage_errors
-from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.tables import statements
 from txbroker.databases.urls import from_url
 
@@ -32,11 +31,6 @@ def create_command(url: str, dry_run: bool) -> None:
     if dry_run:
         click.echo("".join(f"{sql};\n" for sql in statements(database.dialect)), nl=False)
         return
-    try:
-        database.create()
-        database.prepare()
-    except DatabaseUnavailable as error:
-        raise DatabaseUnavailable(
-            f"{error}: start the database, or correct its address, user or password; then try again"
-        ) from error
+    database.create()
+    database.prepare()
     click.echo(f"{database.name} has txbroker's tables.", err=True)

@@ -344,7 +344,7 @@ async def test_group_of_other_programs_is_recognised(
         (("aside", "own", "--key", "base64:?"), 2, "the bytes after base64: are no base64"),
         (("aside", "own", "--database", "oracle://x"), 1, "has one of the forms sqlite:///FILE"),
         (("dead", "own", "--database", "sqlite:///none.db"), 1, "does not exist: correct its path"),
-        (("dead", "unknown", "--database", "sqlite:///shop.db"), 1, "has no positions of group un"),
+        (("dead", "unknown", "--database", "sqlite:///shop.db"), 1, "has no rows of group unknown"),
     ],
 )
 def test_bad_input_gets_a_sentence(

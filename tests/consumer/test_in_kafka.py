@@ -95,7 +95,11 @@ async def test_plain_handler_sends_from_its_thread(prices: Prices) -> None:
     [
         ("key", "text"),
         ("value", "text"),
+        ("topic", "prices\ud800"),
         ("headers", {"name": b"value"}),
+        ("headers", None),
+        ("headers", (each for each in [("name", b"value")])),
+        ("headers", [("\ud800", b"value")]),
         ("partition", "0"),
         ("timestamp_ms", 1 << 70),
     ],
@@ -105,7 +109,7 @@ async def test_output_with_a_wrong_field_fails_its_message_only(
 ) -> None:
     async def handle(message: ReceivedMessage, out: Outputs) -> None:
         given = {field: value} if message.value == b"1" else {}
-        out.send(Message("prices", **{"value": message.value, **given}))
+        out.send(Message(**{"topic": "prices", "value": message.value, **given}))
 
     prices.produce("a=1", "b=2")
     async with prices.running(handle, on_failure="skip"):

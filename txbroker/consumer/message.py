@@ -59,6 +59,7 @@ class ReceivedMessage(Struct, eq=False, gc=False):
         attempt: 1 for the first call of a handler with it. A crash may lose counted attempts.
         stage: the handler's stages that are done.
         alone: it is handled in a batch without others: one with it was rolled back.
+        sessions_lost: connections to a database that ended while it was handled alone.
     """
 
     record: Record
@@ -71,6 +72,7 @@ class ReceivedMessage(Struct, eq=False, gc=False):
     failed_before: Failed | None = None
     stage: int = 0
     alone: bool = False
+    sessions_lost: int = 0
 
     @property
     def topic(self) -> str:

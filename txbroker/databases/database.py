@@ -17,6 +17,7 @@ T = TypeVar("T")
 LOCK_WAIT_S = 10.0
 IDLE_S = 60.0
 PREPARE_WAIT_S = 2.0
+_FIRST_STEP = ": start the database, or correct its address, name, user or password"
 
 
 class DatabaseUnavailable(TxbrokerError):
@@ -129,12 +130,12 @@ class Database:
             ConfigurationError: no right, or tables of another version.
             DatabaseUnavailable
         """
-        with self.explained():
+        with self.explained(_FIRST_STEP):
             self.apart(tables.create(self.dialect))
 
     async def create_async(self) -> None:
         """`create` for asyncio."""
-        with self.explained():
+        with self.explained(_FIRST_STEP):
             await self.apart_async(tables.create(self.dialect))
 
     def prepare(self) -> None:
@@ -145,13 +146,13 @@ class Database:
                 next step.
             DatabaseUnavailable
         """
-        with self.explained():
+        with self.explained(_FIRST_STEP):
             self.file = self.apart(self._preparation(), PREPARE_WAIT_S)
         self.prepared = True
 
     async def prepare_async(self) -> None:
         """`prepare` for asyncio."""
-        with self.explained():
+        with self.explained(_FIRST_STEP):
             self.file = await self.apart_async(self._preparation(), PREPARE_WAIT_S)
         self.prepared = True
 
@@ -159,8 +160,11 @@ class Database:
         return tables.prepare(self.dialect, self.name, create_tables=self.create_tables)
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
+    def explained(self, unavailable: str = "") -> Iterator[None]:
         """Turn errors of the driver into sentences with the next step.
+
+        Args:
+            unavailable: the next step if the database is.
 
         Raises:
             ConfigurationError, DatabaseUnavailable
@@ -170,7 +174,10 @@ class Database:
         except TxbrokerError:
             raise
         except Exception as error:
-            raise self.explain(error) from error
+            found = self.explain(error)
+            if isinstance(found, DatabaseUnavailable):
+                found = DatabaseUnavailable(f"{found}{unavailable}")
+            raise found from error
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the error to raise for one of the driver; other errors as they are."""

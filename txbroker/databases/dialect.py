@@ -159,9 +159,26 @@ _BY_NUMBER: Mapping[int, Fault] = {
     **dict.fromkeys((1213, 1205, 1020), Fault.BUSY),  # deadlock, lock timeout, snapshot too old
     1062: Fault.DUPLICATE,
     1146: Fault.NO_TABLE,
-    **dict.fromkeys((1044, 1142, 1143, 1227), Fault.DENIED),
+    **dict.fromkeys((1142, 1143, 1227), Fault.DENIED),
     **dict.fromkeys(
-        (0, 1040, 1045, 1049, 1053, 1129, 1158, 1159, 1160, 1161, 1203, 1290, 1836, 1927, 4031),
+        (
+            0,
+            1040,
+            1044,
+            1045,
+            1049,
+            1053,
+            1129,
+            1158,
+            1159,
+            1160,
+            1161,
+            1203,
+            1290,
+            1836,
+            1927,
+            4031,
+        ),
         # no connection, too many, wrong password, no such database, shutdown, killed, read only
         Fault.UNAVAILABLE,
     ),
@@ -171,7 +188,8 @@ _BY_NUMBER: Mapping[int, Fault] = {
 
 
 def _mariadb_fault(error: BaseException) -> Fault:
-    number = error.args[0] if error.args else None
+    ours = type(error).__module__ != "builtins"  # any error may have a number
+    number = error.args[0] if error.args and ours else None
     if isinstance(error, TransactionGone):
         return Fault.ABORTED
     if isinstance(error, OSError):

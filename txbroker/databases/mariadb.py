@@ -70,4 +70,7 @@ def _parsed(url: str) -> dict[str, Any]:
         "password": unquote(parts.password or "") or None,
         "database": unquote(parts.path.lstrip("/")) or None,
     }
-    return {name: value for name, value in found.items() if value} | dict(parse_qsl(parts.query))
+    options = {
+        name: int(text) if text.isdecimal() else text for name, text in parse_qsl(parts.query)
+    }
+    return {name: value for name, value in found.items() if value} | options

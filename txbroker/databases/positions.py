@@ -12,6 +12,7 @@ from enum import StrEnum
 from itertools import groupby, pairwise
 from operator import itemgetter
 
+import msgspec
 from msgspec import Struct
 
 from txbroker.core.consuming.position import Later, Metadata, Position
@@ -114,7 +115,7 @@ class PositionTable:
             for number, *row in claimed.rows:
                 try:
                     found[topic, int(number)] = _claimed(row, sorted(rows.get(int(number), ())))
-                except (ValueError, TypeError) as error:
+                except ValueError as error:
                     raise ConfigurationError(
                         f"the row of {topic}-{number} of group {self._group} in {POSITION} cannot "
                         f"be read: another program changed it ({error}): correct it, or set its "
@@ -268,10 +269,12 @@ class PositionTable:
     # --- positions ---------------------------------------------------------------------------
 
     def known(self) -> Steps[bool]:
-        """Return whether the group has positions here."""
-        sql = f"SELECT 1 FROM {POSITION} WHERE group_name = ? LIMIT 1"
-        result = yield Query(sql, (self._group,))
-        return bool(result.rows)
+        """Return whether the group has positions or failed messages here."""
+        for table in (POSITION, ASIDE):
+            sql = f"SELECT 1 FROM {table} WHERE group_name = ? LIMIT 1"
+            if (yield Query(sql, (self._group,))).rows:
+                return True
+        return False
 
     def touch(self, place: Partition) -> Steps[None]:
         """Write something, to see whether that is possible."""
@@ -329,23 +332,44 @@ def _position_values(low: int, metadata: Metadata) -> tuple[str | int | None, ..
 
 
 def _claimed(row: Sequence[object], rows: Sequence[int]) -> Claimed:
+    """Return what a row of the table holds.
+
+    Raises:
+        ValueError: no owner has written it so.
+    """
     token, topic_id, next_, ranges, later_next, later_ranges = row
-    owner_before = int(str(token)) - 1
+    owner_before = _whole(token, 1) - 1
     if next_ is None:
         return Claimed(-1, Metadata(owner_before), rows)  # whose position an operator deleted
-    position = Position(int(str(next_)), _ranges(ranges))
+    low = _whole(next_, 0)
+    position = Position(low, _ranges(ranges, low))
     position = position.with_done(position.undone(rows))
     later: Later | None
     if later_next is not None:
-        later = Later(int(str(later_next)), _ranges(later_ranges))
+        later_low = _whole(later_next, 0)
+        later = Later(later_low, _ranges(later_ranges, later_low))
+        if later_low > low:
+            raise ValueError(f"later_next {later_low} is above next {low}")
     else:  # whether later stages followed the done rows is unknown
-        later = Later(int(str(next_)), _ranges(ranges)) if rows else None
+        later = Later(low, _ranges(ranges, low)) if rows else None
     metadata = Metadata(owner_before, str(topic_id), 0, tuple(position.ranges()), later)
     return Claimed(position.low, metadata, rows)
 
 
-def _ranges(text: object) -> tuple[tuple[int, int], ...]:
-    return tuple((first, end) for first, end in json.loads(str(text)))
+def _whole(value: object, least: int) -> int:
+    number = int(str(value))
+    if number < least:
+        raise ValueError(f"{number} is less than {least}")
+    return number
+
+
+def _ranges(text: object, low: int) -> tuple[tuple[int, int], ...]:
+    """Return done ranges, which ascend from above `low` and are apart."""
+    found = msgspec.json.decode(str(text), type=tuple[tuple[int, int], ...])
+    for (_first, end), (first, after) in pairwise(((low, low), *found)):
+        if not end < first < after:
+            raise ValueError(f"the range from {first} to {after} does not follow {end}")
+    return found
 
 
 def _runs(offsets: Iterable[int]) -> list[tuple[int, int]]:

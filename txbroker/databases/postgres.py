@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import psycopg
 
 _STYLE = "pyformat"
+_OF_PSYCOPG = ("prepare_threshold", "context", "row_factory", "cursor_factory")
+"""Arguments of `psycopg.connect` that libpq does not know."""
 
 
 def _psycopg() -> Any:
@@ -55,14 +57,16 @@ class Postgres(Database):
 
     def __init__(self, conninfo: str = "", *, create_tables: bool = False, **options: Any) -> None:
         module = _psycopg()
+        of_libpq = {name: value for name, value in options.items() if name not in _OF_PSYCOPG}
         try:
-            parts = module.conninfo.conninfo_to_dict(conninfo)
+            place = module.conninfo.conninfo_to_dict(
+                module.conninfo.make_conninfo(conninfo, **of_libpq)
+            )
         except (module.Error, TypeError, AttributeError):  # its text may hold the password
             raise ConfigurationError(
-                "Postgres: conninfo is malformed: write dbname=DATABASE host=HOST or "
-                "postgresql://USER:PASSWORD@HOST:PORT/DATABASE"
+                "Postgres: conninfo is malformed, or an option is none of psycopg.connect: write "
+                "dbname=DATABASE host=HOST or postgresql://USER:PASSWORD@HOST:PORT/DATABASE"
             ) from None
-        place = {**parts, **options}
         self._conninfo = conninfo
         self._options = options
 

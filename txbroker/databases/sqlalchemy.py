@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from txbroker.databases.connections import driver_connection, execute_sqlalchemy, join_sqlalchemy
-from txbroker.databases.database import IDLE_S, LOCK_WAIT_S, Database
+from txbroker.databases.database import IDLE_S, LOCK_WAIT_S, Database, DatabaseUnavailable
 from txbroker.databases.dialect import SQLITE, Dialect, dialect_named
 from txbroker.databases.sessions import in_transaction, refuse_control
 from txbroker.databases.steps import Query, Result
@@ -113,6 +113,7 @@ class EngineSession:
     def __init__(self, connection: Connection, dialect: Dialect) -> None:
         self.connection = connection
         self._dialect = dialect
+        self._driver: Any = None
         self._transaction: RootTransaction | None = None
 
     def start(self, database: Database, lock_wait_s: float, idle_s: float) -> None:
@@ -126,6 +127,7 @@ class EngineSession:
         self.connection.rollback()
         for sql in self._dialect.limited(lock_wait_s, idle_s):
             self.execute(Query(sql))
+        self._driver = driver_connection(self.connection)
 
     @property
     def in_transaction(self) -> bool:
@@ -163,11 +165,19 @@ class EngineSession:
         transaction.commit()
 
     def rollback(self) -> None:
-        """Roll it back, if one is open."""
+        """Roll it back, if one is open.
+
+        Raises:
+            DatabaseUnavailable: SQLAlchemy has opened another connection, or would, without the
+                session's limits.
+        """
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
             self._allow_commit()
             transaction.rollback()
+        if self.connection.invalidated or driver_connection(self.connection) is not self._driver:
+            raise DatabaseUnavailable("the connection of SQLAlchemy's session was lost")
+        if transaction is not None:
             # After a refused commit, SQLAlchemy takes it for ended.
             self.connection.connection.rollback()
 

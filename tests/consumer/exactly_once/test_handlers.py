@@ -13,11 +13,14 @@ from typing import Any
 import psycopg
 import pymysql
 import pytest
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
 
-from tests.kit.consumer_world import World, counted
+from tests.kit.consumer_world import World, counted, text
 from tests.kit.results import DATABASES, AsyncBooking, Booking, Shop, execute
 from tests.kit.until import until
-from txbroker.consumer import ReceivedMessage
+from txbroker.consumer import InDatabase, ReceivedMessage
+from txbroker.databases import Postgres, from_sqlalchemy
 from txbroker.databases.sessions import TransactionControlled
 from txbroker.databases.steps import Query
 from txbroker.errors import ConfigurationError
@@ -120,6 +123,35 @@ async def test_message_that_always_ends_its_session(
     assert booking.batches.count(["2"]) == 3
 
 
+@pytest.mark.parametrize("shop", [POSTGRES], indirect=True)
+@pytest.mark.parametrize("coroutine", [False, True])
+async def test_engine_that_lost_its_connection(world: World, shop: Shop, coroutine: bool) -> None:
+    """It opens another one silently, without the limits of a session."""
+    assert isinstance(shop.database, Postgres)
+    url = shop.database._conninfo.replace("postgresql://", "postgresql+psycopg://")
+    limits: list[str] = []
+
+    def handle(message: ReceivedMessage, connection: Any) -> None:
+        limits.append(connection.exec_driver_sql("SHOW lock_timeout").scalar())
+        if len(limits) == 1:
+            connection.exec_driver_sql("SELECT pg_terminate_backend(pg_backend_pid())")
+        insert = "INSERT INTO results (value, token) VALUES (%s, 1)"
+        connection.exec_driver_sql(insert, (text(message),))
+
+    async def handle_on_loop(message: ReceivedMessage, connection: Any) -> None:
+        await connection.run_sync(lambda inner: handle(message, inner))
+
+    world.produce("a=1", "a=2")
+    engine = (create_async_engine if coroutine else create_engine)(url)
+    store = InDatabase(from_sqlalchemy(engine))
+    options = {"on_failure": "skip", "local_attempts_max": 1, "mode": "exactly-once"}
+    handler = handle_on_loop if coroutine else handle
+    async with world.running(handler, store=store, **options) as consumer:
+        await shop.has("1", "2")
+        assert counted(consumer, "failed") == 0
+    assert limits == ["10s"] * 3
+
+
 @pytest.mark.parametrize(
     ("shop", "error"),
     [
@@ -129,6 +161,7 @@ async def test_message_that_always_ends_its_session(
         (POSTGRES, psycopg.OperationalError("connection refused, elsewhere")),
         (POSTGRES, sqlite3.OperationalError("locked, elsewhere")),
         (MARIADB, ConnectionError("of an HTTP service")),
+        (MARIADB, KeyError(1213)),
         (MARIADB, pymysql.OperationalError(2006, "gone away, elsewhere")),
     ],
     ids=repr,

@@ -58,7 +58,7 @@ async def test_rights(world: World, shop: Shop, postgres_server: Any) -> None:
 
 async def test_server_that_is_gone(world: World) -> None:
     store = InDatabase(Postgres("host=127.0.0.1 port=1 dbname=shop"))
-    with pytest.raises(DatabaseUnavailable, match=r"PostgreSQL shop: .*refused"):
+    with pytest.raises(DatabaseUnavailable, match=r"shop: .*refused.*start the data"):
         async with world.consumer(mode=MODE, store=store):
             pass
 
@@ -103,6 +103,7 @@ def test_options(shop: Shop) -> None:
         (Postgres, {"conninfo": 5}, "conninfo is malformed"),
         (MariaDB, {"url": None}, "URL is malformed"),
         (MariaDB, {"url": "mariadb://h:port/shop"}, "URL is malformed"),
+        (Postgres, {"bogus": 1}, "an option is none of psycopg.connect"),
     ],
 )
 def test_wrong_arguments(kind: Any, given: dict[str, Any], match: str, tmp_path: Path) -> None:
@@ -112,12 +113,27 @@ def test_wrong_arguments(kind: Any, given: dict[str, Any], match: str, tmp_path:
         kind(**given)
 
 
-@pytest.mark.parametrize("ranges", ["x", "[[1]]", "5"])
-async def test_row_that_another_program_changed(world: World, shop: Shop, ranges: str) -> None:
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(
+            ("done_ranges", text)
+            for text in ("x", "5", "{}", "[[1]]", '[["a", "b"]]', "[[3.5, 4]]")
+        ),
+        *(("done_ranges", text) for text in ("[[5, 2]]", "[[0, 3]]", "[[5, 6], [3, 4]]")),
+        ("later_next", 999),
+        ("later_next", -1),
+        ("next", -5),
+        ("token", -7),
+    ],
+)
+async def test_row_that_another_program_changed(
+    world: World, shop: Shop, column: str, value: str | int
+) -> None:
     world.produce("a=1")
     async with world.running(Booking(shop), **shop.options):
         await shop.reaches(1)
-    shop.do("UPDATE txbroker_position SET done_ranges = ? WHERE partition_id = 0", ranges)
+    shop.do(f"UPDATE txbroker_position SET {column} = ? WHERE partition_id = 0", value)
     await refused(world, r"row of orders-0 of group \S+ in txbroker_position", **shop.options)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.kit.consumer_world import World, counted
-from tests.kit.results import ORDERS, AsyncBooking, Booking, Shop
+from tests.kit.consumer_world import World, counted, text
+from tests.kit.results import ORDERS, AsyncBooking, Booking, Shop, execute, insert
 from tests.kit.until import until
+from txbroker.consumer import ReceivedMessage
 from txbroker.databases.sessions import PlainSession
 
 KINDS = ("postgres_server read committed", "mariadb_server repeatable read")
@@ -58,6 +59,55 @@ async def test_server_is_gone_for_a_time(
         await shop.reaches(30)
         assert counted(consumer, "failed") == 0
     assert shop.aside() == []
+
+
+@pytest.mark.parametrize(
+    ("shop", "coroutine"),
+    [(KINDS[0], False), (KINDS[0], True), (KINDS[1], False)],
+    indirect=["shop"],
+)
+async def test_restarts_during_a_handler(
+    world: World, shop: Shop, server: Any, coroutine: bool
+) -> None:
+    """They do not count as sessions that its message has ended."""
+    booking, begun, restarted = AsyncBooking(shop), threading.Event(), threading.Event()
+    left = 3
+
+    async def wait(message: ReceivedMessage) -> bool:
+        nonlocal left
+        if text(message) != "long" or not left:
+            return False
+        left -= 1
+        begun.set()
+        await until(restarted.is_set)
+        restarted.clear()
+        return True
+
+    async def handle(message: ReceivedMessage, connection: Any) -> None:
+        await booking(message, connection)  # type: ignore[misc, func-returns-value]
+        if await wait(message):
+            await connection.execute("SELECT 1")
+
+    def handle_plainly(message: ReceivedMessage, connection: Any) -> None:
+        insert(connection, text(message), message.token, shop.database.dialect.name)
+        if asyncio.run(wait(message)):
+            execute(connection, shop.database.dialect.name, "SELECT 1")
+
+    world.produce("a=long")
+    options = {"order": "key", "on_failure": "skip", "local_attempts_max": 1, **shop.options}
+    async with world.running(handle if coroutine else handle_plainly, **options) as consumer:
+        for number in range(3):
+            await until(begun.is_set)
+            begun.clear()
+            shop.close()
+            await asyncio.to_thread(server.stop)
+            await asyncio.to_thread(server.start)
+            shop.connect()
+            world.produce(f"{number}={number}")
+            await until(lambda: str(number) in shop.results)  # noqa: B023
+            restarted.set()
+        await shop.has("long", "0", "1", "2")
+        assert counted(consumer, "failed") == 0
 
 
 class Broken:

@@ -135,7 +135,7 @@ class InTable:
                 try:
                     if not steps_in_transaction(known(), session):
                         raise ConfigurationError(
-                            f"{self._database.name} has no positions of group {self._group}: "
+                            f"{self._database.name} has no rows of group {self._group}: "
                             "correct its name, or the database's URL"
                         )
                     return steps_in_transaction(steps(), session)

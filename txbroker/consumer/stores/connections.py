@@ -54,6 +54,10 @@ class Connections:
     Args:
         count: of handlers, at most; the consumer needs another one.
         idle_s: see `Database.open`.
+
+    Attributes:
+        own_opened: sessions of the consumer's own that were opened: one more shows that the server
+            was out of reach.
     """
 
     def __init__(self, database: Database, count: int, idle_s: float) -> None:
@@ -68,6 +72,8 @@ class Connections:
         self._used: set[PlainSession] = set()
         self._closed = False
         self._idle: list[AsyncSession] = []
+        self._own_idle: list[AsyncSession] = []
+        self.own_opened = 0
         self._turns = asyncio.Semaphore(count)
 
     # --- threads -----------------------------------------------------------------------------
@@ -84,10 +90,11 @@ class Connections:
                 raise
             return await future
 
-    def _with_session(self, use: Callable[[PlainSession], T]) -> T:
+    def _with_session(self, use: Callable[[PlainSession], T], *, own: bool = False) -> T:
         session: PlainSession | None = getattr(self._of_thread, "session", None)
         if session is None:
             session = self._of_thread.session = self.database.open(idle_s=self._idle_s)
+            self.own_opened += own
             self._opened.add(session)
         self._used.add(session)
         try:
@@ -119,24 +126,25 @@ class Connections:
     async def for_handler(self) -> AsyncIterator[AsyncSession]:
         """Lend a session to a handler. After an error it is rolled back, or closed if it cannot be
         used."""
-        async with self._turns, self._borrowed() as session:
+        async with self._turns, self._borrowed(self._idle) as session:
             yield session
 
     @contextlib.asynccontextmanager
-    async def _borrowed(self) -> AsyncIterator[AsyncSession]:
-        if self._idle:
-            session = self._idle.pop()
+    async def _borrowed(self, idle: list[AsyncSession]) -> AsyncIterator[AsyncSession]:
+        if idle:
+            session = idle.pop()
         else:
             session = await self.database.open_async(idle_s=self._idle_s)
+            self.own_opened += idle is self._own_idle
         try:
             yield session
         except BaseException as error:
-            if not await asyncio.shield(self._take_back(session)):
+            if not await asyncio.shield(self._take_back(session, idle)):
                 _note_lost(error)
             raise
-        await self._take_back(session)
+        await self._take_back(session, idle)
 
-    async def _take_back(self, session: AsyncSession) -> bool:
+    async def _take_back(self, session: AsyncSession, idle: list[AsyncSession]) -> bool:
         """Roll back, and keep the session if it can be used again; return whether it can."""
         try:
             await session.rollback()
@@ -147,7 +155,7 @@ class Connections:
         if self._closed:
             await session.close()
         else:
-            self._idle.append(session)
+            idle.append(session)
         return True
 
     # --- the consumer ------------------------------------------------------------------------
@@ -174,7 +182,7 @@ class Connections:
     async def _once(self, steps: Callable[[], Steps[T]]) -> T:
         if self.database.plain:
             call = lambda session: steps_in_transaction(steps(), session)  # noqa: E731
-            running = self._own.submit(self._with_session, call)
+            running = self._own.submit(self._with_session, call, own=True)
             future = asyncio.wrap_future(running)
             try:
                 return await asyncio.shield(future)
@@ -184,7 +192,7 @@ class Connections:
                 if future.done() and not future.cancelled():
                     future.exception()  # or it is reported as never retrieved
                 raise
-        async with self._borrowed() as session:
+        async with self._borrowed(self._own_idle) as session:
             return await steps_in_transaction_async(steps(), session)
 
     def unavailable(self, error: BaseException) -> BaseException:
@@ -205,7 +213,7 @@ class Connections:
         self._own.shutdown(wait=False, cancel_futures=True)
         for session in self._opened - self._used:
             _close(session)
-        for idle in self._idle:
+        for idle in self._idle + self._own_idle:
             with contextlib.suppress(Exception):
                 await idle.close()
 

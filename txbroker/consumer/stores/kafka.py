@@ -237,19 +237,28 @@ def _wrong_field(message: Any) -> str:
         return "key is not bytes or None"
     if not isinstance(message.value, _BYTES):
         return "value is not bytes or None"
-    if not isinstance(message.topic, str):
-        return "topic is not a text"
+    if not _is_text(message.topic):
+        return "topic is not a text that can be encoded"
     if message.partition is not None and not _is_whole(message.partition, 0, _INT32_MAX):
         return f"partition {message.partition!r} is not a whole number from 0 to {_INT32_MAX}"
     time_ms = message.timestamp_ms
     if time_ms is not None and not _is_whole(time_ms, -1, _INT64_MAX):
         return f"timestamp_ms {time_ms!r} is not a whole number from -1 to {_INT64_MAX}"
+    if not isinstance(message.headers, (tuple, list)):
+        return "headers are not a tuple or list"
     for header in message.headers:
         match header:
-            case (str(), bytes() | None):
+            case (str() as name, bytes() | None) if _is_text(name):
                 continue
         return f"headers hold {header!r}, which is not a pair of name and bytes or None"
     return ""
+
+
+def _is_text(value: object) -> bool:
+    """Return whether it is a text without parts of characters, which have no encoding."""
+    if not isinstance(value, str):
+        return False
+    return value.isascii() or value.encode(errors="ignore").decode() == value
 
 
 def _is_whole(number: object, least: int, largest: int) -> bool:

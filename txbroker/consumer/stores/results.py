@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from txbroker.consumer.message import ReceivedMessage
-from txbroker.consumer.partition import Work, first_stored
+from txbroker.consumer.partition import first_stored
 from txbroker.consumer.stores.connections import HandlerFailed, busy_pause
 from txbroker.consumer.stores.transaction import Transaction, Unanswered
 from txbroker.consumer.workers import Call, Handler, RolledBack, is_coroutine_function
@@ -34,9 +33,9 @@ _BUSY_ATTEMPTS = 10
 _LOCKS_AFTER = 2
 """Attempts, after which rounds wait for a handler: at repeatable read each one that ends while the
 handler runs would make its transaction fail."""
-_ENDED_MAX = 3
-"""Sessions that a message may end, one after the other, while the database takes others: then that
-is its failure, as of a statement that crashes the server's process."""
+_LOST_MAX = 3
+"""Sessions that a message may lose while the consumer's own goes on: then that is its failure, as
+of a statement that is larger than the server takes."""
 _PAUSE_S, _PAUSE_MAX_S = 0.02, 1.0
 
 
@@ -57,8 +56,6 @@ class DatabaseResults:
         self._positions = positions
         self._failures = 0
         """In a row: the database was unavailable for handlers."""
-        self._ended: Counter[str] = Counter()
-        """By id of the messages that were handled alone: sessions that they have ended."""
 
     def check(self, handler: Handler, *, batch: bool) -> None:
         """See `Results.check`."""
@@ -79,6 +76,7 @@ class DatabaseResults:
         coroutine = is_coroutine_function(handler)
 
         async def attempt(transaction: Transaction) -> int | None:
+            transaction.own_opened = self._connections.own_opened
             if coroutine:
                 async with self._connections.for_handler() as session:
                     return await transaction.run_async(session)
@@ -135,25 +133,25 @@ class DatabaseResults:
             if not (error.session_lost or fault is Fault.UNAVAILABLE):
                 raise error.error from None
             if await self._can_write(transaction) and not (  # perhaps it is of another database
-                error.session_lost and self._may_end(transaction.messages)
+                error.session_lost and self._may_lose(transaction)
             ):
                 raise error.error from None
         elif fault is Fault.ABORTED:
             raise TransactionAborted from error
         elif fault not in (Fault.UNAVAILABLE, Fault.DENIED, Fault.NO_TABLE, Fault.BUSY):
             raise error
-        await self._unavailable(transaction.works, raised or error)
+        await self._unavailable(transaction.messages, raised or error)
         raise RolledBack
 
-    def _may_end(self, messages: Sequence[ReceivedMessage]) -> bool:
-        """Count a lost session; return whether its messages are handled again without a failure."""
-        if len(messages) > 1:  # which of them ended it, each shows alone
-            for message in messages:
-                message.alone = True
-            return True
-        name = messages[0].id
-        self._ended[name] += 1
-        return self._ended[name] < _ENDED_MAX or not self._ended.pop(name)
+    def _may_lose(self, transaction: Transaction) -> bool:
+        """Return whether messages that lost their session are handled again without a failure."""
+        if self._connections.own_opened != transaction.own_opened:
+            return True  # the server was restarted
+        for message in transaction.messages:
+            message.alone = True  # which of them lost it, each shows alone
+        message = transaction.messages[0]
+        message.sessions_lost += len(transaction.messages) == 1
+        return message.sessions_lost < _LOST_MAX
 
     async def _can_write(self, transaction: Transaction) -> bool:
         place = transaction.parts[0].settled.place
@@ -163,11 +161,16 @@ class DatabaseResults:
             return False
         return True
 
-    async def _unavailable(self, works: Iterable[Work], error: BaseException) -> None:
-        """Let partitions wait for the database, and wait for a moment: it may refuse handlers and
-        take positions."""
-        log.warning("database unavailable", database=self._database.name, error=safe_repr(error))
-        for work in works:
+    async def _unavailable(self, messages: Sequence[ReceivedMessage], error: BaseException) -> None:
+        """Let the partitions of messages wait for the database, and wait for a moment: it may
+        refuse handlers and take positions."""
+        log.warning(
+            "database unavailable",
+            database=self._database.name,
+            message=repr(messages[0]),
+            error=safe_repr(self._database.explain(error)),
+        )
+        for work in {message.work for message in messages}:
             if work.commits is not None:
                 work.commits.unavailable(work.owner)
         self._store.doubt()
@@ -186,7 +189,7 @@ class DatabaseResults:
             try:
                 found = await self._connections.transaction(lambda: self._positions.look(first))
             except StoreUnavailable as error:
-                await self._unavailable(transaction.works, error)
+                await self._unavailable(transaction.messages, error)
                 continue
             if found is Stored.BEFORE:
                 return None
@@ -205,8 +208,6 @@ class DatabaseResults:
         Raises:
             RolledBack
         """
-        if self._ended:
-            self._ended.pop(transaction.messages[0].id, None)
         if stopped_at is None:
             for part in transaction.parts:
                 if part.settled.position is not None:
@@ -241,5 +242,5 @@ class DatabaseResults:
             try:
                 await self._connections.transaction(steps)
             except StoreUnavailable as error:
-                await self._unavailable([message.work for message in kept], error)
+                await self._unavailable(kept, error)
                 raise RolledBack from None

@@ -60,6 +60,7 @@ class Transaction:
     Attributes:
         parts: by partition, in an order that all consumers share.
         locks_first: no round may change their positions while the handler runs.
+        own_opened: of `Connections` when the handler was called.
     """
 
     def __init__(
@@ -84,11 +85,8 @@ class Transaction:
         self.parts = [Part(work, by_work[work], staged=engine.staged) for work in ordered]
         self._holder = engine.in_flight.get(messages[0])
         self.locks_first = False
+        self.own_opened = 0
         self._time = asyncio.get_running_loop().time
-
-    @property
-    def works(self) -> list[Work]:
-        return [part.work for part in self.parts]
 
     def run(self, session: PlainSession) -> int | None:
         """Call the handler with a plain connection; return the part that cannot be stored."""
