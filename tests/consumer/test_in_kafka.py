@@ -401,3 +401,38 @@ async def test_released_copies_are_processed_once(prices: Prices, moment: str) -
     lost = ["2"] if moment in ("refused", "rejected") else []
     assert prices.prices == [n for n in ("4", "0", "1", "2", "3", "5") if n not in lost]
     assert prices.values("dead") == lost
+
+
+@pytest.mark.rule(44)
+@pytest.mark.parametrize("moment", ["restart", "fails again"])
+async def test_first_stages_of_released_copies_are_stored_once(prices: Prices, moment: str) -> None:
+    """Also if the consumer, or a later stage, ends between the first stage and the clearance."""
+    handler = Pricing(**{f"{n}": ValueError("bug") for n in range(4)})
+    options = {"on_failure": "aside", "local_attempts_max": 1, "drain_s": 0.1}
+    prices.produce(*(f"bad={n}" for n in range(4)))
+    seen: list[str] = []
+    stuck = asyncio.Event()
+
+    async def second(message: ReceivedMessage) -> None:
+        seen.append(text(message))
+        if text(message) == "2" and seen.count("2") == 1:
+            if moment == "fails again":
+                raise ValueError("bug")
+            await stuck.wait()
+
+    options["run"] = {"then": [second]}
+    async with prices.running(handler, **options):
+        await prices.commits(4)
+    handler.failing.clear()
+    async with prices.running(handler, **options):
+        prices.release(b"bad")
+        await until(lambda: "2" in seen)
+        if moment == "fails again":
+            await until(lambda: prices.committed()[1].aside == 1)
+            prices.release(b"bad")
+            await until(lambda: seen.count("2") == 2)
+    stuck.set()
+    async with prices.running(handler, **options) as consumer:
+        await until(lambda: consumer.statistics().aside_keys == 0)
+    assert prices.prices == ["0", "1", "2", "3"]
+    assert {"0", "1", "2", "3"} == set(seen)

@@ -14,6 +14,7 @@ from txbroker.core.consuming.aside import (
     clearance_record,
     failed_again_record,
     release_record,
+    staged_record,
 )
 from txbroker.core.consuming.copies import Failed, Source, make_copy
 from txbroker.core.records import Record
@@ -37,6 +38,10 @@ def clear(key: bytes | None, offset: int, count: int) -> Record:
     return clearance_record(source(offset), key, count)
 
 
+def staged(key: bytes | None, offset: int) -> Record:
+    return staged_record(source(offset), key)
+
+
 @pytest.mark.parametrize(
     ("records", "keys"),
     [
@@ -53,6 +58,11 @@ def clear(key: bytes | None, offset: int, count: int) -> Record:
         (
             [copy(b"a", 5), release(b"a"), failed_again_record(source(5), b"a")],
             {b"a": (100, 1, -1, False)},
+        ),
+        ([copy(b"a", 5), staged(b"a", 5), staged(b"b", 5)], {b"a": (100, 1, -1, False, {5})}),
+        (
+            [copy(b"a", 5), copy(b"a", 7), staged(b"a", 5), staged(b"a", 7), clear(b"a", 5, 1)],
+            {b"a": (100, 1, 5, False, {7})},
         ),
         ([copy(None, 5), copy(None, 6), release(None, 5)], {5: (100, 1, -1, True), 6: (101, 1)}),
         ([copy(None, 5), clear(None, 5, 1)], {}),

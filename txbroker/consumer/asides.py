@@ -12,14 +12,20 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
+from msgspec import structs
 
 from txbroker.consumer.committer import Committer
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import Work, size_of, source_of
 from txbroker.consumer.stores.pending import Pending
 from txbroker.consumer.waiting import Background
-from txbroker.core.consuming.aside import AsideKeys, clearance_record, failed_again_record
-from txbroker.core.consuming.copies import ASIDE_PARTITIONS, Source, read_copy, spread
+from txbroker.core.consuming.aside import (
+    AsideKeys,
+    clearance_record,
+    failed_again_record,
+    staged_record,
+)
+from txbroker.core.consuming.copies import ASIDE_PARTITIONS, Source, make_copy, read_copy, spread
 from txbroker.core.records import Record
 from txbroker.door.consuming import EARLIEST, LATEST, Copy, Fetcher, Partition
 from txbroker.error_text import safe_repr
@@ -102,6 +108,10 @@ class ReleasedKey(Work):
             self.engine.suspensions.hold(self.parent, self._key)
         return clearance
 
+    def stage_mark(self, message: ReceivedMessage) -> Sequence[Copy]:
+        """See `Work.stage_mark`."""
+        return self._copies.stage_mark(message)
+
     def fails_again(self) -> bool:
         """The key stays set aside; return True."""
         self.gave_up = True
@@ -166,6 +176,9 @@ class KeptCopies(Protocol):
         Args:
             count: of all these copies.
         """
+
+    def stage_mark(self, message: ReceivedMessage) -> Sequence[Copy]:
+        """Return what marks the first stage of a copy as done, if it is stored with its result."""
 
     async def keep(self, work: Work, key: bytes | int, copy: Record) -> None:
         """A copy failed again: end the release of its key, and wait until that is known."""
@@ -349,12 +362,15 @@ class TopicAsides:
                 copy = read_copy(record)
                 if copy is None or copy[1].source[:2] != work.place:
                     continue
-                source = copy[1].source
+                message, failed = copy
+                source = failed.source
                 mine = source.offset if record.key is None else record.key
                 if mine == key and source.offset > entry.cleared:
                     if not found:
                         entry.first = record.offset
-                    found.append(record)
+                    if source.offset in entry.staged:
+                        failed = structs.replace(failed, stage=max(1, failed.stage))
+                    found.append(make_copy(message, failed))
                     if len(found) == _CHUNK:
                         return found
         return found
@@ -385,6 +401,12 @@ class TopicAsides:
         source = source_of(message)
         number = spread(source[:2], ASIDE_PARTITIONS)
         return [Copy(self._topic, number, clearance_record(source, message.key, count))]
+
+    def stage_mark(self, message: ReceivedMessage) -> Sequence[Copy]:
+        """See `KeptCopies.stage_mark`."""
+        source = source_of(message)
+        number = spread(source[:2], ASIDE_PARTITIONS)
+        return [Copy(self._topic, number, staged_record(source, message.key))]
 
     async def keep(self, work: Work, key: bytes | int, copy: Record) -> None:
         """See `KeptCopies.keep`."""

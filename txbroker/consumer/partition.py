@@ -132,6 +132,11 @@ class Work:
         position does not show that of a set-aside copy."""
         return ()
 
+    def stage_mark(self, message: ReceivedMessage) -> Sequence[Copy]:
+        """Return what to store with the first stage of a message so that it is not called again;
+        see `clearance`."""
+        return ()
+
     def fails_again(self) -> bool:
         """Return True if a message that is to be set aside is set aside already."""
         return False

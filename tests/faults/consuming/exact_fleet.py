@@ -280,6 +280,7 @@ class ExactFleet(Fleet):
                     lane=lane,
                     number=counts[lane],
                     token=found["token"],
+                    owned=tuple(found["owned"]),
                     instance=found["instance"],
                     log=record.partition,
                 )

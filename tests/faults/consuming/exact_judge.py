@@ -30,6 +30,8 @@ class Effect:
         serial: rises from one transaction to a later one that begins after it, within `log`.
         lane: what has an order; "" for nothing.
         number: counts the effects of the lane, in the order of their commits.
+        owned: the partition that the token is of; None: that of the source. A message from the
+            retry topic has the token of its partition there.
     """
 
     serial: int
@@ -41,6 +43,7 @@ class Effect:
     token: int
     instance: str = ""
     log: int = 0
+    owned: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,7 @@ class ExactJudge:
     def _tokens(self) -> Iterator[Violation]:
         last: dict[tuple[Place, int], Effect] = {}
         for effect in self._outcome.effects:
-            at = (effect.source[:2], effect.log)
+            at = (effect.owned or effect.source[:2], effect.log)
             before = last.setdefault(at, effect)
             if effect.token < before.token:
                 yield Violation(

@@ -225,6 +225,7 @@ class ExactHandling:
             "offset": message.offset,
             "value": instructions(message)["n"],
             "token": message.token,
+            "owned": message.work.owner.place,
             "instance": self._name,
         }
         return json.dumps(effect).encode()

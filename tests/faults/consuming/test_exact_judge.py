@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,7 +83,7 @@ class Run:
             self.change(each, number=number)
         return found
 
-    def change(self, old: Effect, **fields: int | str) -> None:
+    def change(self, old: Effect, **fields: Any) -> None:
         self.effects[self.effects.index(old)] = replace(old, **fields)  # type: ignore[arg-type]
 
     def judged(self) -> list[str]:
@@ -123,6 +124,11 @@ def done_rows(run: Run) -> None:
     run.samples[1] = replace(run.samples[1], table={**run.samples[0].table, **table})
 
 
+def retried(run: Run) -> None:
+    """The token is that of the retry topic's partition."""
+    run.change(effect("orders", 3), token=9, owned=("retry", 1))
+
+
 def dead(run: Run) -> None:
     run.without(4)
     run.kept["orders", 0, 4] = Kept("dead", 0, "a")
@@ -149,7 +155,7 @@ def handed_over(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "happens", [nothing, done_rows, dead, dead_in_a_stage, repeated_stage, handed_over]
+    "happens", [nothing, done_rows, retried, dead, dead_in_a_stage, repeated_stage, handed_over]
 )
 def test_sound_run(happens: Callable[[Run], None]) -> None:
     run = Run()

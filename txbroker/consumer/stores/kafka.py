@@ -169,6 +169,7 @@ class KafkaResults:
             failpoint("consumer.outputs_collected")
             holder = engine.in_flight.get(message)
             if engine.staged:
+                copies += message.work.stage_mark(message)
                 await self._store(engine, message, copies)
             elif holder is not None:
                 copies += message.work.clearance(message)

@@ -227,6 +227,10 @@ class TableAsides:
         """See `KeptCopies.clearance`: the rows are deleted with the results."""
         return ()
 
+    def stage_mark(self, message: ReceivedMessage) -> Sequence[Copy]:
+        """See `KeptCopies.stage_mark`: the rows show it."""
+        return ()
+
     async def clear(
         self, work: Work, key: bytes | int, copies: Sequence[Record], cleared: int
     ) -> None:

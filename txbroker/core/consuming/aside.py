@@ -2,16 +2,18 @@
 
 The aside topic holds copies of messages, in order, releases (written by an operator: the owner of
 the partition is to handle the key's copies) and clearances (written by the owner: copies of the key
-up to a message are done). So its records are the whole truth, and a new owner reads them.
+up to a message are done; the first stage of a message is done). So its records are the whole truth,
+and a new owner reads them.
 """
 
 from __future__ import annotations
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from txbroker.core.consuming.copies import (
     CLEARED_HEADER,
     RELEASE_HEADER,
+    STAGED_HEADER,
     Partition,
     Source,
     parse_source,
@@ -31,12 +33,14 @@ class AsideKey(Struct):
         count: number of copies that are left.
         cleared: offset in the partition up to which, inclusively, copies are done.
         released: whether an operator has released it.
+        staged: offsets in the partition of copies that are not done, but their first stage.
     """
 
     first: int
     count: int = 0
     cleared: int = -1
     released: bool = False
+    staged: set[int] = field(default_factory=set)
 
 
 class AsideKeys:
@@ -58,6 +62,8 @@ class AsideKeys:
                 return self._release(record, parse_source(text))
             if name == CLEARED_HEADER:
                 return self._clear(record, parse_source(text))
+            if name == STAGED_HEADER:
+                return self._stage(record, parse_source(text))
         found = read_copy(record)
         if found is None or found[1].source[:2] != self._partition:
             return None
@@ -67,28 +73,36 @@ class AsideKeys:
         entry.count += 1
         return key
 
-    def _release(self, record: Record, source: Source | None) -> bytes | int | None:
+    def _known(self, record: Record, source: Source | None) -> bytes | int | None:
+        """Return the key of a record about a set-aside message; None if there is none."""
         if source is None or source[:2] != self._partition:
             return None
         key = source.offset if record.key is None else record.key
-        if key not in self.keys:
-            return None
-        self.keys[key].released = True
+        return key if key in self.keys else None
+
+    def _release(self, record: Record, source: Source | None) -> bytes | int | None:
+        key = self._known(record, source)
+        if key is not None:
+            self.keys[key].released = True
+        return key
+
+    def _stage(self, record: Record, source: Source | None) -> bytes | int | None:
+        key = self._known(record, source)
+        if key is not None and source is not None and source.offset > self.keys[key].cleared:
+            self.keys[key].staged.add(source.offset)
         return key
 
     def _clear(self, record: Record, source: Source | None) -> bytes | int | None:
-        if source is None or source[:2] != self._partition or not (record.value or b"").isdigit():
+        key = self._known(record, source)
+        if key is None or source is None or not (record.value or b"").isdigit():
             return None
-        key = source.offset if record.key is None else record.key
-        entry = self.keys.get(key)
-        count = int(record.value or b"")
-        if entry is None:
-            return None
+        entry, count = self.keys[key], int(record.value or b"")
         if not count:
             entry.released = False
         elif source.offset > entry.cleared:  # a record without an answer may have been repeated
             entry.cleared = source.offset
             entry.count -= count
+            entry.staged = {offset for offset in entry.staged if offset > source.offset}
         if entry.count <= 0:
             del self.keys[key]
         return key
@@ -104,6 +118,11 @@ def clearance_record(source: Source, key: bytes | None, count: int) -> Record:
     """Return the record that marks the next `count` copies of a key, up to the message at `source`,
     as done."""
     return Record(key, b"%d" % count, ((CLEARED_HEADER, str(source).encode()),))
+
+
+def staged_record(source: Source, key: bytes | None) -> Record:
+    """Return the record that marks the first stage of a copy of a key as done."""
+    return Record(key, None, ((STAGED_HEADER, str(source).encode()),))
 
 
 def failed_again_record(source: Source, key: bytes | None) -> Record:

@@ -29,6 +29,8 @@ RELEASE_HEADER = "txb-release"
 """In the aside topic, on a record of an operator: the partition whose key is released."""
 CLEARED_HEADER = "txb-cleared"
 """In the aside topic, on a record of the owner: up to which message a released key is done."""
+STAGED_HEADER = "txb-staged"
+"""In the aside topic, on a record of the owner: a message whose first stage is stored."""
 RETRIED_HEADER = "txb-retried"
 """In the dead-letter topic, on a record of an operator: which dead letter was sent back."""
 _COPY_HEADERS = (
