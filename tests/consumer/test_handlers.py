@@ -91,6 +91,15 @@ async def test_handlers_of_the_wrong_shape(world: World, handler: Any, says: str
             await consumer.run(handler)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("batch", "x"), ("batch", -1), ("batch", 1.5), ("then", print)]
+)
+async def test_options_of_the_wrong_type(world: World, option: str, value: Any) -> None:
+    async with world.consumer() as consumer:
+        with pytest.raises(ConfigurationError, match=f"{option} is .*: it is a"):
+            await consumer.run(_raising(Odd(), threads=False), **{option: value})
+
+
 class Odd(BaseException):
     pass
 

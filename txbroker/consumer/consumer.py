@@ -272,11 +272,16 @@ class Consumer:
             max_wait_s: how long a batch waits to be full, seconds.
 
         Raises:
-            ConfigurationError: the handler cannot be called with one argument.
+            ConfigurationError: a handler cannot be called with its arguments, or `then` or `batch`
+                is of a wrong type.
             KafkaUnavailable, TxbrokerError: the consumer cannot continue.
         """
         if self._run_ended is not None:
             raise ConfigurationError("run is active already: use one Consumer for each handler")
+        if type(batch) is not int or batch < 0:
+            raise ConfigurationError(f"batch is {batch!r}: it is a whole number, or 0 for no batch")
+        if not isinstance(then, list | tuple):
+            raise ConfigurationError(f"then is {then!r}: it is a list of handlers")
         settings, engine = self._settings, self._engine
         options = HandlerOptions(
             count=settings.in_flight_max,
