@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.kit.consumer_world import Handler, World, counted, text
+from tests.kit.consumer_world import GROUP, Handler, World, counted, text
 from tests.kit.until import until
 from txbroker.consumer import ReceivedMessage, Reject, asides
 from txbroker.consumer import failures as consumer_failures
+from txbroker.core.consuming.copies import ASIDE_PARTITIONS, spread
 from txbroker.core.records import Record
 from txbroker.door.consuming import StoredOffset
 from txbroker.testing.consuming import MemoryConsumingDoor
@@ -214,6 +215,34 @@ async def test_set_aside_keys_outlive_metadata(world: World) -> None:
     async with world.running(handler, **ASIDE):
         await handler.does("1", "3")
         await until(lambda: world.values("aside") == ["bad", "2"])
+
+
+async def test_copies_behind_an_open_transaction(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as that of a member that was killed: a new owner waits until it sees them."""
+    handler = Handler(bad=BUG)
+    async with world.running(handler, **ASIDE):
+        place = f"txbroker.aside.{GROUP}", spread(("orders", 0), ASIDE_PARTITIONS)
+        abort = world.kafka.hang(*place)
+        world.produce("a=bad")
+        await world.commits(1)
+    polls = 0
+    offsets = MemoryConsumingDoor.offsets
+
+    async def counted_offsets(self: MemoryConsumingDoor, places: Any, time_ms: int) -> Any:
+        nonlocal polls
+        polls += list(places) == [place]
+        if polls == 5:
+            abort()
+        return await offsets(self, places, time_ms)
+
+    monkeypatch.setattr(MemoryConsumingDoor, "offsets", counted_offsets)
+    world.produce("a=2", "b=3")
+    async with world.running(handler, **ASIDE):
+        await handler.does("3")
+        await until(lambda: world.values("aside") == ["bad", "2"])
+    assert polls >= 5
 
 
 async def test_aside_topic_is_read_in_pieces(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -133,6 +134,21 @@ async def test_read_begins_where_log_does(world: Any, door: ConsumingDoor) -> No
     await door.append(topic, 0, numbered(0, 5))
     await world.truncate(topic, 0, 3)
     assert [record.key for record in await door.read((topic, 0), 0, 5)] == keys(3, 5)
+
+
+async def test_settled_end_waits_for_open_transactions(world: Any, door: ConsumingDoor) -> None:
+    """They hide the records behind them."""
+    topic = await world.create_topic("target")
+    await door.append(topic, 0, numbered(0, 1))
+    abort = await world.hang(topic, 0)
+    await door.append(topic, 0, numbered(1, 2))
+    assert await door.offsets([(topic, 0)], LATEST) == {(topic, 0): 1}
+    waiting = asyncio.create_task(door.settled_end((topic, 0)))
+    await asyncio.wait([waiting], timeout=0.3)
+    assert not waiting.done()
+    await abort()
+    read = await door.read((topic, 0), 0, await waiting)
+    assert [record.key for record in read] == keys(0, 2)
 
 
 async def test_read_leaves_out_aborted_records(world: Any, door: ConsumingDoor) -> None:

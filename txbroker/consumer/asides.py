@@ -52,6 +52,8 @@ class AsideReads(Protocol):
         self, partitions: Collection[Partition], time_ms: int
     ) -> dict[Partition, int]: ...
 
+    async def settled_end(self, partition: Partition) -> int: ...
+
     async def read(self, partition: Partition, start: int, end: int) -> list[Record]: ...
 
 
@@ -296,7 +298,10 @@ class TopicAsides:
         works = self._works.setdefault(number, {})
         begun = bool(works)
         works[work] = 0
-        end = (await self._door.offsets([place], LATEST))[place]
+        if work.aside_stored != 0:  # their copies may be behind an open transaction
+            end = await self._door.settled_end(place)
+        else:
+            end = (await self._door.offsets([place], LATEST))[place]
         if not begun:
             self._fetcher.add(place, end)
         if work.aside_stored != 0:
@@ -370,7 +375,8 @@ class TopicAsides:
                         entry.first = record.offset
                     if source.offset in entry.staged:
                         failed = structs.replace(failed, stage=max(1, failed.stage))
-                    found.append(make_copy(message, failed))
+                        record = structs.replace(make_copy(message, failed), offset=record.offset)
+                    found.append(record)
                     if len(found) == _CHUNK:
                         return found
         return found

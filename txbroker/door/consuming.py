@@ -242,6 +242,10 @@ class ConsumingDoor(Protocol):
         """Return the first offset with this timestamp or a later one, `EARLIEST` or `LATEST`.
         Without such a record, the last stable offset."""
 
+    async def settled_end(self, partition: Partition) -> int:
+        """Wait until `read` shows all committed records that were written before this call; return
+        the end of these. An open transaction hides the committed records behind it."""
+
     async def create(self, topics: Collection[TopicSpec]) -> None:
         """Create topics that do not exist.
 

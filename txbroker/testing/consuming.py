@@ -52,6 +52,7 @@ from txbroker.testing.topics import (
 )
 
 _PIECE_RECORDS = 500
+_SETTLED_POLL_S = 0.01
 _NUMBERS = itertools.count(1)
 """Of dynamic members."""
 
@@ -141,6 +142,13 @@ class MemoryConsumingDoor:
             return {at: _offset(self._kafka.partition(*at), time_ms) for at in partitions}
 
         return await self._home.run(look)
+
+    async def settled_end(self, partition: Partition) -> int:
+        end = await self._home.run(lambda: self._kafka.partition(*partition).end)
+        while True:
+            if (await self.offsets([partition], LATEST))[partition] >= end:
+                return end
+            await asyncio.sleep(_SETTLED_POLL_S)
 
     async def create(self, topics: Collection[TopicSpec]) -> None:
         def create() -> None:

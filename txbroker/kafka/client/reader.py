@@ -292,11 +292,15 @@ async def end_offsets(
 
 
 async def offsets_at(
-    client: Client, partitions: Iterable[Partition], time_ms: int, channel: str
+    client: Client,
+    partitions: Iterable[Partition],
+    time_ms: int,
+    channel: str,
+    isolation: int = READ_COMMITTED,
 ) -> dict[Partition, int]:
     """Return the first offsets with this timestamp or a later one, or `EARLIEST` or `LATEST`.
 
-    Without such a record it is the last stable offset.
+    Without such a record it is the last stable offset; READ_UNCOMMITTED, the high watermark.
 
     Raises:
         KafkaUnavailable: a partition's leader does not answer before the deadline, or is unknown.
@@ -311,20 +315,25 @@ async def offsets_at(
             for partition in left:
                 by_leader.setdefault(await client.leader(*partition), []).append(partition)
             for leader, led in by_leader.items():
-                found.update(await _offsets_from(client, leader, led, time_ms, channel))
+                found.update(await _offsets_from(client, leader, led, time_ms, channel, isolation))
         except KafkaUnavailable as error:
             if not is_retriable(error) or not await backoff.pause():
                 raise
         left -= found.keys()
     none = [partition for partition, offset in found.items() if offset < 0]
-    return found | (await offsets_at(client, none, LATEST, channel) if none else {})
+    return found | (await offsets_at(client, none, LATEST, channel, isolation) if none else {})
 
 
 async def _offsets_from(
-    client: Client, leader: int, partitions: list[Partition], time_ms: int, channel: str
+    client: Client,
+    leader: int,
+    partitions: list[Partition],
+    time_ms: int,
+    channel: str,
+    isolation: int,
 ) -> dict[Partition, int]:
     topics = by_topic((topic, (number, time_ms)) for topic, number in partitions)
-    request = ListOffsetsV3(READ_COMMITTED, list(topics.items()))
+    request = ListOffsetsV3(isolation, list(topics.items()))
     try:
         answer = await client.ask(leader, request, channel)
     except (NotSent, Unanswered):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from txbroker.kafka.client.client import Client, KafkaRefused, LoginRefused, Ope
 from txbroker.kafka.client.connection import open_connection
 from txbroker.kafka.client.fetcher import KafkaFetcher
 from txbroker.kafka.client.groups import committed_offsets, describe_group, list_groups
-from txbroker.kafka.client.reader import Reader, offsets_at
+from txbroker.kafka.client.reader import READ_UNCOMMITTED, Reader, offsets_at
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming, store_copies
 from txbroker.kafka.door.log import KafkaLog
@@ -39,6 +40,7 @@ _BATCH_BYTES = 1_000_000
 """A bit less than the default of `max.message.bytes`."""
 _LARGE_BYTES = (1 << 31) - 1
 _TRUNCATED_RETRIES = 3
+_SETTLED_POLL_S = 0.1
 
 
 class RecordsRefused(KafkaUnavailable):
@@ -107,6 +109,15 @@ class KafkaConsumingDoor(ConsumingDoor):
     ) -> dict[Partition, int]:
         """Return offsets by time, see `ConsumingDoor.offsets`."""
         return await offsets_at(self._client, partitions, time_ms, "offsets")
+
+    async def settled_end(self, partition: Partition) -> int:
+        """Wait for open transactions, see `ConsumingDoor.settled_end`."""
+        places = [partition]
+        end = await offsets_at(self._client, places, LATEST, "offsets", READ_UNCOMMITTED)
+        while True:
+            if (await self.offsets(places, LATEST))[partition] >= end[partition]:
+                return end[partition]
+            await asyncio.sleep(_SETTLED_POLL_S)
 
     async def create(self, topics: Collection[TopicSpec]) -> None:
         """Create topics that do not exist.
