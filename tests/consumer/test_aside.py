@@ -217,7 +217,7 @@ async def test_set_aside_keys_outlive_metadata(world: World) -> None:
         await until(lambda: world.values("aside") == ["bad", "2"])
 
 
-async def test_copies_behind_an_open_transaction(
+async def test_copies_after_an_open_transaction(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as that of a member that was killed: a new owner waits until it sees them."""

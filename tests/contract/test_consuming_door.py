@@ -137,7 +137,7 @@ async def test_read_begins_where_log_does(world: Any, door: ConsumingDoor) -> No
 
 
 async def test_settled_end_waits_for_open_transactions(world: Any, door: ConsumingDoor) -> None:
-    """They hide the records behind them."""
+    """They hide the records after them."""
     topic = await world.create_topic("target")
     await door.append(topic, 0, numbered(0, 1))
     abort = await world.hang(topic, 0)

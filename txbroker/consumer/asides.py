@@ -298,13 +298,11 @@ class TopicAsides:
         works = self._works.setdefault(number, {})
         begun = bool(works)
         works[work] = 0
-        if work.aside_stored != 0:  # their copies may be behind an open transaction
-            end = await self._door.settled_end(place)
-        else:
-            end = (await self._door.offsets([place], LATEST))[place]
+        end = (await self._door.offsets([place], LATEST))[place]
         if not begun:
             self._fetcher.add(place, end)
         if work.aside_stored != 0:
+            end = await self._door.settled_end(place)  # an open transaction may hide copies
             begin = (await self._door.offsets([place], EARLIEST))[place]
             for start in range(begin, end, _READ_OFFSETS):
                 for record in await self._door.read(place, start, min(end, start + _READ_OFFSETS)):

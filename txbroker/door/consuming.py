@@ -244,7 +244,7 @@ class ConsumingDoor(Protocol):
 
     async def settled_end(self, partition: Partition) -> int:
         """Wait until `read` shows all committed records that were written before this call; return
-        the end of these. An open transaction hides the committed records behind it."""
+        the end of these. An open transaction hides committed records after its first one."""
 
     async def create(self, topics: Collection[TopicSpec]) -> None:
         """Create topics that do not exist.
