@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pymysql
 import pytest
 from click.testing import CliRunner
 
@@ -28,8 +29,8 @@ from txbroker.databases import (
     from_django,
     from_url,
 )
-from txbroker.databases.dialect import DIALECTS
-from txbroker.databases.tables import NAMES
+from txbroker.databases.dialect import DIALECTS, MARIADB
+from txbroker.databases.tables import NAMES, create
 from txbroker.errors import ConfigurationError, TxbrokerError
 
 KINDS = [
@@ -67,6 +68,17 @@ def test_several_processes_create_the_tables(empty: Place) -> None:
         databases = [from_url(empty.url, create_tables=True) for _ in range(4)]
         assert list(threads.map(Database.prepare, databases)) == [None] * 4
     assert (tables(empty), versions(empty)) == (set(NAMES), [1])
+
+
+def test_creation_is_repeated_after_a_deadlock() -> None:
+    """MariaDB has one, rarely, between several processes."""
+    deadlock = pymysql.OperationalError(1213, "Deadlock found")
+    steps = create(MARIADB)
+    first = next(steps)
+    for _ in range(4):
+        assert steps.throw(deadlock) == first
+    with pytest.raises(pymysql.OperationalError):
+        steps.throw(deadlock)
 
 
 async def test_first_use_creates_the_tables(empty: Place) -> None:

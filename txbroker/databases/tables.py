@@ -25,6 +25,7 @@ from txbroker.errors import BadRequest, ConfigurationError
 VERSION = 1
 KEY_MAX = 255
 FORGET_S_MIN = 86400
+_CREATE_ATTEMPTS = 5
 _PIECE = 500
 """Rows that one statement deletes; SQLite takes at most 999 values."""
 SCHEMA, BARRIER, INBOX = "txbroker_schema", "txbroker_barrier", "txbroker_inbox"
@@ -98,12 +99,16 @@ def statements(dialect: Dialect) -> Iterable[str]:
 def create(dialect: Dialect) -> Steps[None]:
     """Create the tables that do not exist; several processes may at the same time."""
     for sql in statements(dialect):
-        try:
-            yield Query(sql)
-        except Exception as error:
-            # Another process has created the table, or inserted the version, meanwhile.
-            if dialect.fault(error) is not Fault.DUPLICATE:
-                raise
+        for attempt in range(_CREATE_ATTEMPTS):
+            try:
+                yield Query(sql)
+                break
+            except Exception as error:
+                fault = dialect.fault(error)
+                if fault is Fault.DUPLICATE:
+                    break  # another process has created the table, or inserted the version
+                if fault is not Fault.BUSY or attempt + 1 == _CREATE_ATTEMPTS:
+                    raise  # a deadlock with another process can be repeated
 
 
 def prepare(dialect: Dialect, database: str, *, create_tables: bool) -> Steps[str]:
