@@ -403,14 +403,12 @@ class TopicAsides:
     def clearance(self, message: ReceivedMessage, count: int) -> Sequence[Copy]:
         """See `KeptCopies.clearance`."""
         source = source_of(message)
-        number = spread(source[:2], ASIDE_PARTITIONS)
-        return [Copy(self._topic, number, clearance_record(source, message.key, count))]
+        return [self._about(source[:2], clearance_record(source, message.key, count))]
 
     def stage_mark(self, message: ReceivedMessage) -> Sequence[Copy]:
         """See `KeptCopies.stage_mark`."""
         source = source_of(message)
-        number = spread(source[:2], ASIDE_PARTITIONS)
-        return [Copy(self._topic, number, staged_record(source, message.key))]
+        return [self._about(source[:2], staged_record(source, message.key))]
 
     async def keep(self, work: Work, key: bytes | int, copy: Record) -> None:
         """See `KeptCopies.keep`."""
@@ -424,9 +422,11 @@ class TopicAsides:
         await self._noted.wait()
 
     def _store(self, work: Work, record: Record) -> None:
-        number = spread(work.place, ASIDE_PARTITIONS)
-        copies = [Copy(self._topic, number, record)]
-        self._committer.store(Pending(work, None, copies))
+        self._committer.store(Pending(work, None, [self._about(work.place, record)]))
+
+    def _about(self, place: Partition, record: Record) -> Copy:
+        """Return a record of the aside topic about messages of a partition."""
+        return Copy(self._topic, spread(place, ASIDE_PARTITIONS), record)
 
 
 def _source(record: Record) -> Source:

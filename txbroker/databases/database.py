@@ -196,7 +196,7 @@ class Database:
 
 
 def check_database(user: str, database: object) -> None:
-    """Refuse what is no database.
+    """Check that an argument is a `Database`.
 
     Args:
         user: the class that takes it.

@@ -46,8 +46,8 @@ class Traced:
         self.counts[" ".join(sql.split()[:2])] += 1
 
     async def consume(self, world: World, count: int, batch: int = 0, **options: Any) -> None:
-        """Handle `count` messages; what was stored before the first and after the last one does not
-        count."""
+        """Handle `count` messages, and count only what is stored between the first and the last
+        one."""
         left = count
 
         def handle(argument: Any, connection: Any) -> None:

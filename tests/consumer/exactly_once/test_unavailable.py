@@ -104,7 +104,7 @@ async def test_restarts_during_a_handler(
             await asyncio.to_thread(server.start)
             shop.connect()
             world.produce(f"{number}={number}")
-            await until(lambda: str(number) in shop.results)  # noqa: B023
+            await until(lambda value=str(number): value in shop.results)
             restarted.set()
         await shop.has("long", "0", "1", "2")
         assert counted(consumer, "failed") == 0

@@ -127,18 +127,19 @@ class InTable:
         return await self._do(steps)
 
     async def _do(self, steps: Callable[[], Steps[T]]) -> T:
-        known = PositionTable(self._database.dialect, self._group).known
+        def checked() -> Steps[T]:
+            if not (yield from PositionTable(self._database.dialect, self._group).known()):
+                raise ConfigurationError(
+                    f"{self._database.name} has no rows of group {self._group}: correct its name, "
+                    "or the database's URL"
+                )
+            return (yield from steps())
 
         def in_thread() -> T:
             with self._database.explained():
                 session = self._database.open()
                 try:
-                    if not steps_in_transaction(known(), session):
-                        raise ConfigurationError(
-                            f"{self._database.name} has no rows of group {self._group}: "
-                            "correct its name, or the database's URL"
-                        )
-                    return steps_in_transaction(steps(), session)
+                    return steps_in_transaction(checked(), session)
                 finally:
                     session.close()
 

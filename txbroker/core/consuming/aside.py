@@ -1,9 +1,9 @@
 """The set-aside keys of one partition, from the records of the aside topic.
 
 The aside topic holds copies of messages, in order, releases (written by an operator: the owner of
-the partition is to handle the key's copies) and clearances (written by the owner: copies of the key
-up to a message are done; the first stage of a message is done). So its records are the whole truth,
-and a new owner reads them.
+the partition is to handle the key's copies), clearances (written by the owner: copies of the key up
+to a message are done) and marks of first stages. So its records are the whole truth, and a new
+owner reads them.
 """
 
 from __future__ import annotations
