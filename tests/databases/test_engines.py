@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from sqlalchemy.pool import NullPool
 
 from tests.databases.callers import ASYNC_DRIVERS, DRIVERS, engine, engine_url
 from tests.databases.places import Place, django_alias, run, sqlite_place, with_tables
-from tests.kit.until import unique
+from tests.kit.until import unique, until
 from txbroker.core.records import Decision
 from txbroker.databases import (
     Barrier,
@@ -23,8 +24,9 @@ from txbroker.databases import (
     from_django,
     from_sqlalchemy,
 )
+from txbroker.databases.database import steps_in_transaction_async
 from txbroker.databases.sessions import TransactionControlled
-from txbroker.databases.steps import Query
+from txbroker.databases.steps import Query, Steps
 from txbroker.errors import ConfigurationError
 
 
@@ -177,6 +179,27 @@ async def test_asynchronous_session(library: Library, place: Place, id: str) -> 
     assert await Barrier(database).check_async(id) is Decision.ROLLBACK
     with pytest.raises(ConfigurationError, match="_async"):
         Barrier(database).check(id)
+
+
+@pytest.mark.parametrize("library", [each for each in ASYNC if each.marks])
+async def test_cancelled_statement(library: Library, place: Place, id: str) -> None:
+    """The caller sees the cancellation, not the loss of the connection that it causes."""
+
+    sql = f"UPDATE orders SET id = '{id}-later' WHERE id = '{id}'"
+
+    def steps() -> Steps[None]:
+        yield Query(sql)
+
+    place.execute(insertion(id))
+    session = await library.database(place).open_async()
+    with place.transaction() as other:
+        run(other, sql)
+        task = asyncio.create_task(steps_in_transaction_async(steps(), session))
+        await until(place.waits)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await session.close()
 
 
 def test_limits_do_not_reach_the_pool(postgres_place: Place, id: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from txbroker.databases import tables
@@ -224,7 +224,8 @@ def steps_in_transaction(steps: Steps[T], session: PlainSession) -> T:
         result = run(steps, session.execute)
         session.commit()
     except BaseException:
-        session.rollback()
+        with suppress(Exception):  # the first error is the one to raise, a cancellation above all
+            session.rollback()
         raise
     return result
 
@@ -236,6 +237,7 @@ async def steps_in_transaction_async(steps: Steps[T], session: AsyncSession) -> 
         result = await run_async(steps, session.execute)
         await session.commit()
     except BaseException:
-        await session.rollback()
+        with suppress(Exception):
+            await session.rollback()
         raise
     return result

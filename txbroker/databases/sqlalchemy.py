@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from txbroker.databases.connections import driver_connection, execute_sqlalchemy, join_sqlalchemy
@@ -144,7 +145,8 @@ class EngineSession:
             result = execute_sqlalchemy(self.connection, query)
             self.connection.commit()
         except BaseException:
-            self.connection.rollback()
+            with suppress(Exception):  # the first error is the one to raise
+                self.connection.rollback()
             raise
         return result
 
