@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,22 @@ def _own_logging() -> Iterator[None]:
     root.handlers[:] = handlers
     root.setLevel(level)
     structlog.configure(**settings)
+
+
+@pytest.fixture
+async def loop_faults() -> AsyncIterator[list[str]]:
+    """Errors that only the exception handler of the event loop sees. Tasks of earlier tests that
+    are destroyed meanwhile have none."""
+    found: list[str] = []
+
+    def note(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "exception" in context:
+            found.append(str(context))
+
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(note)
+    yield found
+    loop.set_exception_handler(None)
 
 
 # --- tests that need what pip does not bring --------------------------------------

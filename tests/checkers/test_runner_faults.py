@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
 
@@ -11,16 +11,6 @@ from tests.checkers.runner_harness import FakeChannel, RunnerHarness, until
 from txbroker import tracing
 from txbroker.checkers import runner as runner_module
 from txbroker.checkers.base import CheckCall, CheckResult, Unreached
-
-
-@pytest.fixture(autouse=True)
-async def loop_faults() -> AsyncIterator[list[str]]:
-    """Errors that only the exception handler of the event loop sees."""
-    found: list[str] = []
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: found.append(str(context)))
-    yield found
-    loop.set_exception_handler(None)
 
 
 def cancelled() -> asyncio.Future[CheckResult]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
-from confluent_kafka import Consumer, KafkaError, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
@@ -38,7 +38,7 @@ def create_topic(bootstrap: str, name: str, partitions: int = 1, **configs: str)
     admin.create_topics([new])[name].result(ADMIN_TIMEOUT_S)
     deadline = time.monotonic() + ADMIN_TIMEOUT_S
     # Created is decided by the controller; the broker hears of it a little later.
-    while name not in admin.list_topics(timeout=ADMIN_TIMEOUT_S).topics:
+    while _exists(admin, name) is not True:
         assert time.monotonic() < deadline, f"{name} does not appear"
     return name
 
@@ -47,8 +47,18 @@ def delete_topic(bootstrap: str, name: str) -> None:
     admin = admin_of(bootstrap)
     admin.delete_topics([name])[name].result(ADMIN_TIMEOUT_S)
     deadline = time.monotonic() + ADMIN_TIMEOUT_S
-    while name in admin.list_topics(timeout=ADMIN_TIMEOUT_S).topics:
+    while _exists(admin, name) is not False:
         assert time.monotonic() < deadline, f"{name} does not go away"
+
+
+def _exists(admin: AdminClient, name: str) -> bool | None:
+    """Return whether a broker knows a topic; None if its connection ended."""
+    try:
+        return name in admin.list_topics(timeout=ADMIN_TIMEOUT_S).topics
+    except KafkaException as error:
+        if error.args[0].code() != KafkaError._TRANSPORT:
+            raise
+        return None  # librdkafka repeats requests of producers and consumers, but not this one
 
 
 def read_topics(bootstrap: str, names: Iterable[str], *, committed: bool = True) -> list[Rec]:
