@@ -128,7 +128,14 @@ async def test_old_build_understands_all_written_records(fleet: Fleet) -> None:
     await shares(older, PARTITIONS // 2)
     await shares(newer, PARTITIONS // 2)
     topic = await older.topic()
-    ids = [*await fill(older, topic, 8), *await fill(newer, topic, 8)]
+    ids = await fill(older, topic, 8)
+
+    async def newer_has_written() -> bool:
+        """While it is suspended, the older one stores what it is given."""
+        ids.extend(await fill(newer, topic, 8))
+        return versions(await newer.own("half")) != {str(LOG_VERSION)}
+
+    await until(newer_has_written)
     for number, id in enumerate(ids):
         await (older, newer)[number % 2].act(id, "commit", wait="promoted")
     assert versions(await newer.own("half")) == {str(LOG_VERSION), str(RECORD_VERSION)}
