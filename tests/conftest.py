@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import shutil
@@ -67,18 +68,15 @@ def _own_logging() -> Iterator[None]:
 
 @pytest.fixture
 async def loop_faults() -> AsyncIterator[list[str]]:
-    """Errors that only the exception handler of the event loop sees. Tasks of earlier tests that
-    are destroyed meanwhile have none."""
+    """Errors that only the exception handler of the event loop sees."""
     found: list[str] = []
-
-    def note(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "exception" in context:
-            found.append(str(context))
-
+    gc.collect()
+    earlier = asyncio.all_tasks()  # so that none that a test left is destroyed in this one
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(note)
+    loop.set_exception_handler(lambda _, context: found.append(str(context)))
     yield found
     loop.set_exception_handler(None)
+    del earlier
 
 
 # --- tests that need what pip does not bring --------------------------------------

@@ -184,7 +184,6 @@ async def test_asynchronous_session(library: Library, place: Place, id: str) -> 
 @pytest.mark.parametrize("library", [each for each in ASYNC if each.marks])
 async def test_cancelled_statement(library: Library, place: Place, id: str) -> None:
     """The caller sees the cancellation, not the loss of the connection that it causes."""
-
     sql = f"UPDATE orders SET id = '{id}-later' WHERE id = '{id}'"
 
     def steps() -> Steps[None]:

@@ -150,7 +150,7 @@ class Booking:
         self.batches: list[list[str]] = []
         self.gates: dict[str, threading.Event] = {}
 
-    def __call__(self, message: Any, connection: Any) -> None:
+    def __call__(self, message: Any, connection: Any) -> Any:
         messages = message if isinstance(message, list) else [message]
         self.batches.append([text(each) for each in messages])
         for each in messages:
@@ -188,7 +188,7 @@ class Booking:
 class AsyncBooking(Booking):
     """`Booking` as a coroutine function."""
 
-    async def __call__(self, message: Any, connection: Any) -> None:  # type: ignore[override]
+    async def __call__(self, message: Any, connection: Any) -> None:
         messages = message if isinstance(message, list) else [message]
         self.batches.append([text(each) for each in messages])
         for each in messages:

@@ -113,12 +113,12 @@ async def shares(world: ProxyProcess, count: int) -> None:
     await until(owns)
 
 
-async def fill(world: ProxyProcess, topic: str, count: int) -> list[str]:
-    """Prepare transactions of many keys, so that all partitions get some."""
-    return [
-        await world.prepare({"topic": topic, "key": str(number), "value": "v"})
-        for number in range(count)
-    ]
+async def fill(world: ProxyProcess, topic: str) -> list[str]:
+    """Prepare transactions of different keys until each partition has one, at least eight."""
+    ids: list[str] = []
+    while len(ids) < 8 or len({parse_id(id).partition for id in ids}) < PARTITIONS:
+        ids.append(await world.prepare({"topic": topic, "key": str(len(ids)), "value": "v"}))
+    return ids
 
 
 async def test_old_build_understands_all_written_records(fleet: Fleet) -> None:
@@ -128,19 +128,12 @@ async def test_old_build_understands_all_written_records(fleet: Fleet) -> None:
     await shares(older, PARTITIONS // 2)
     await shares(newer, PARTITIONS // 2)
     topic = await older.topic()
-    ids = await fill(older, topic, 8)
-
-    async def newer_has_written() -> bool:
-        """While it is suspended, the older one stores what it is given."""
-        ids.extend(await fill(newer, topic, 8))
-        return versions(await newer.own("half")) != {str(LOG_VERSION)}
-
-    await until(newer_has_written)
+    ids = [*await fill(older, topic), *await fill(newer, topic)]
     for number, id in enumerate(ids):
         await (older, newer)[number % 2].act(id, "commit", wait="promoted")
     assert versions(await newer.own("half")) == {str(LOG_VERSION), str(RECORD_VERSION)}
     # Each can take over everything from the other.
-    waiting = await fill(newer, topic, 8)
+    waiting = await fill(newer, topic)
     await newer.kill()
     await shares(older, PARTITIONS)
     for id in waiting:
@@ -152,7 +145,7 @@ async def test_newer_records_are_kept_and_alarmed(fleet: Fleet) -> None:
     newer = await fleet.proxy("newer", newer=True)
     await newer.ready()
     topic = await newer.topic()
-    ids = await fill(newer, topic, 8)
+    ids = await fill(newer, topic)
     assert versions(await newer.own("half")) == {str(_NEWER)}
     held = await logs(newer)
 

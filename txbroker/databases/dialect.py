@@ -160,36 +160,19 @@ _BY_NUMBER: Mapping[int, Fault] = {
     1062: Fault.DUPLICATE,
     1146: Fault.NO_TABLE,
     **dict.fromkeys((1142, 1143, 1227), Fault.DENIED),
-    **dict.fromkeys(
-        (
-            0,
-            1040,
-            1044,
-            1045,
-            1049,
-            1053,
-            1129,
-            1158,
-            1159,
-            1160,
-            1161,
-            1203,
-            1290,
-            1836,
-            1927,
-            4031,
-        ),
-        # no connection, too many, wrong password, no such database, shutdown, killed, read only
-        Fault.UNAVAILABLE,
-    ),
+    **dict.fromkeys((1044, 1045, 1049), Fault.UNAVAILABLE),  # wrong user, password or database
+    **dict.fromkeys((1040, 1129, 1203), Fault.UNAVAILABLE),  # too many connections, host blocked
+    **dict.fromkeys((0, 1158, 1159, 1160, 1161), Fault.UNAVAILABLE),  # connection lost
+    **dict.fromkeys((1053, 1927, 4031), Fault.UNAVAILABLE),  # shutdown, killed, idle for too long
+    **dict.fromkeys((1290, 1836), Fault.UNAVAILABLE),  # read only
     **dict.fromkeys((1021, 1037, 1041), Fault.UNAVAILABLE),  # disk or memory is full
     **dict.fromkeys((2002, 2003, 2006, 2013, 2014, 2055), Fault.UNAVAILABLE),  # of the client
 }
 
 
 def _mariadb_fault(error: BaseException) -> Fault:
-    ours = type(error).__module__ != "builtins"  # any error may have a number
-    number = error.args[0] if error.args and ours else None
+    of_driver = type(error).__module__ != "builtins"  # a KeyError may have a number, too
+    number = error.args[0] if error.args and of_driver else None
     if isinstance(error, TransactionGone):
         return Fault.ABORTED
     if isinstance(error, OSError):

@@ -46,8 +46,7 @@ class Traced:
         self.counts[" ".join(sql.split()[:2])] += 1
 
     async def consume(self, world: World, count: int, batch: int = 0, **options: Any) -> None:
-        """Handle `count` messages, and count only what is stored between the first and the last
-        one."""
+        """Handle `count` messages; count only statements between the first and the last result."""
         left = count
 
         def handle(argument: Any, connection: Any) -> None:

@@ -193,7 +193,7 @@ async def test_swallowed_error_of_postgres(
             connection.execute("SELECT * FROM missing")
 
     async def coroutine(message: ReceivedMessage, connection: Any) -> None:
-        await booking(message, connection)  # type: ignore[misc, func-returns-value]
+        await booking(message, connection)
         with pytest.raises(psycopg.Error):
             await connection.execute("SELECT * FROM missing")
 

@@ -84,7 +84,7 @@ async def test_restarts_during_a_handler(
         return True
 
     async def handle(message: ReceivedMessage, connection: Any) -> None:
-        await booking(message, connection)  # type: ignore[misc, func-returns-value]
+        await booking(message, connection)
         if await wait(message):
             await connection.execute("SELECT 1")
 

@@ -58,12 +58,11 @@ class AsideKeys:
         about another partition or foreign."""
         for name, value in record.headers[:1]:
             text = (value or b"").decode(errors="replace")
-            if name == RELEASE_HEADER:
-                return self._release(record, parse_source(text))
-            if name == CLEARED_HEADER:
-                return self._clear(record, parse_source(text))
-            if name == STAGED_HEADER:
-                return self._stage(record, parse_source(text))
+            if name in (RELEASE_HEADER, CLEARED_HEADER, STAGED_HEADER):
+                source = parse_source(text)
+                if source is None or source[:2] != self._partition:
+                    return None
+                return self._note_about(name, source, record)
         found = read_copy(record)
         if found is None or found[1].source[:2] != self._partition:
             return None
@@ -73,39 +72,32 @@ class AsideKeys:
         entry.count += 1
         return key
 
-    def _known(self, record: Record, source: Source | None) -> bytes | int | None:
-        """Return the key of a record about a set-aside message; None if there is none."""
-        if source is None or source[:2] != self._partition:
-            return None
+    def _note_about(self, name: str, source: Source, record: Record) -> bytes | int | None:
+        """Take a record about copies of a key; return the key, None if it has none."""
         key = source.offset if record.key is None else record.key
-        return key if key in self.keys else None
-
-    def _release(self, record: Record, source: Source | None) -> bytes | int | None:
-        key = self._known(record, source)
-        if key is not None:
-            self.keys[key].released = True
-        return key
-
-    def _stage(self, record: Record, source: Source | None) -> bytes | int | None:
-        key = self._known(record, source)
-        if key is not None and source is not None and source.offset > self.keys[key].cleared:
-            self.keys[key].staged.add(source.offset)
-        return key
-
-    def _clear(self, record: Record, source: Source | None) -> bytes | int | None:
-        key = self._known(record, source)
-        if key is None or source is None or not (record.value or b"").isdigit():
+        entry = self.keys.get(key)
+        if entry is None:
             return None
-        entry, count = self.keys[key], int(record.value or b"")
+        if name == RELEASE_HEADER:
+            entry.released = True
+        elif name == STAGED_HEADER:
+            if source.offset > entry.cleared:
+                entry.staged.add(source.offset)
+        elif not (record.value or b"").isdigit():
+            return None
+        else:
+            self._clear(key, entry, source.offset, int(record.value or b""))
+        return key
+
+    def _clear(self, key: bytes | int, entry: AsideKey, offset: int, count: int) -> None:
         if not count:
             entry.released = False
-        elif source.offset > entry.cleared:  # a record without an answer may have been repeated
-            entry.cleared = source.offset
+        elif offset > entry.cleared:  # a record without an answer may have been repeated
+            entry.cleared = offset
             entry.count -= count
-            entry.staged = {offset for offset in entry.staged if offset > source.offset}
+            entry.staged = {each for each in entry.staged if each > offset}
         if entry.count <= 0:
             del self.keys[key]
-        return key
 
 
 def release_record(source: Source, key: bytes | None, reason: str) -> Record:
