@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.contract.door_records import bare, claimed, commit, new_claim, progress, to, turn
+from tests.kit.kafka import now_ms
 from txbroker.core.records import Cause, Record
 from txbroker.door.protocols import (
     AppendRefused,
@@ -364,6 +365,37 @@ async def test_missing_target_is_created_on_request(world: Any, door: Door) -> N
     assert isinstance(facts, TargetFacts)
     assert not facts.leaderless
     assert await door.targets.examine(name) == facts
+
+
+async def target_records(
+    door: Door, topic: str, partition: int = 0, **where: int
+) -> list[tuple[int, bytes | None]]:
+    """Return offset and key of what a target holds, from an offset or a time on."""
+    found = door.targets.records(topic, partition, **where)  # type: ignore[arg-type]
+    return [(record.offset, record.key) async for records in found for record in records]
+
+
+async def test_committed_target_records_are_read(world: Any, door: Door) -> None:
+    topic = await world.create_topic("target", 1)
+    partition, mine = await claimed(door)
+    at_ms = now_ms()
+    for number, age_ms in enumerate((9000, 5000, 0)):
+        record = Record(b"%d" % number, b"", (), at_ms - age_ms)
+        await commit(partition, turn(mine, number + 1, TargetRecord(topic, 0, record)))
+    everything = await target_records(door, topic)
+    assert [key for _, key in everything] == [b"0", b"1", b"2"]
+    # On a real Kafka each commit leaves a marker at the next offset.
+    start = everything[1][0]
+    assert await target_records(door, topic, start=start) == everything[1:]
+    assert await target_records(door, topic, since_ms=at_ms - 5000) == everything[1:]
+    assert await target_records(door, topic, since_ms=at_ms + 60_000) == []
+    for start in (everything[-1][0] + 2, 1 << 40):
+        with pytest.raises(LogTruncated):
+            await target_records(door, topic, start=start)
+    with pytest.raises(LogTruncated, match="partitions 0 to 0"):
+        await target_records(door, topic, 1)
+    with pytest.raises(KafkaUnavailable, match="does not exist"):
+        await target_records(door, world.name("missing"))
 
 
 @pytest.mark.parametrize("name", ["white space", "x" * 250, ".."])

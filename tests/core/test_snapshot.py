@@ -76,7 +76,7 @@ def step(logs: Logs, ledger: Ledger, *, half: bool) -> None:
 def essence(transaction: Transaction) -> dict[str, object]:
     """What a snapshot holds of a transaction that is not settled."""
     half, facts = transaction.half, structs.asdict(transaction)
-    for name in ("half", "has_bodies", "contents", "kept", "kept_at", "instance", "cause"):
+    for name in ("half", "has_bodies", "contents", "kept", "kept_at", "instance", "cause", "keys"):
         del facts[name]
     facts["half"] = (half.id, half.group, half.order_key, half.dedup_key, half.policy)
     facts["cause"] = transaction.cause if transaction.state is State.REFUSED else None

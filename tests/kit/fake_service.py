@@ -15,6 +15,8 @@ from txbroker.contract.service import (
     PrepareRequest,
     Readiness,
     Run,
+    SearchPage,
+    SearchRequest,
     TransactionPage,
     TransactionStatus,
     TransactionView,
@@ -140,9 +142,17 @@ class FakeService:
         """Let a transaction have had its last attempt."""
         self._change(id, state=State.PARKED, attempts=15)
 
-    async def find(self, id: str, *, bodies: bool = False) -> TransactionView:
+    async def find(self, id: str, *, bodies: bool = False, trace: bool = False) -> TransactionView:
         await self._come_in(("find", id, bodies))
         return self._view(id)
+
+    async def search(self, request: SearchRequest) -> SearchPage:
+        """Return one transaction on each page, by the id alone."""
+        await self._come_in(request)
+        found = [view for id, view in self.views.items() if id.startswith(request.id or "")]
+        at = int(request.cursor or 0)
+        cursor = str(at + 1) if at + 1 < len(found) else None
+        return SearchPage(tuple(found[at : at + 1]), cursor, (at + 1) / max(1, len(found)), 1)
 
     async def list(self, request: ListRequest) -> TransactionPage:
         await self._come_in(request)

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
+from urllib.parse import urlencode
 
 import aiohttp
 from aiohttp import web
@@ -47,9 +48,22 @@ class HttpCalls:
         """POST `commit`, `rollback`, `check` or `revive`; return the answer."""
         return (await self.checked("POST", f"/v1/transactions/{id}/{what}", fields))[1]
 
-    async def show(self, id: str, *, bodies: bool = False) -> Json:
-        path = f"/v1/transactions/{id}" + ("?bodies=true" if bodies else "")
-        return (await self.checked("GET", path))[1]
+    async def show(self, id: str, *, bodies: bool = False, trace: bool = False) -> Json:
+        query = "&".join(["bodies=true"] * bodies + ["trace=true"] * trace)
+        return (await self.checked("GET", f"/v1/transactions/{id}?{query}"))[1]
+
+    async def search(self, **terms: object) -> tuple[list[Json], int]:
+        """Return the transactions of all pages of a search, each once, and the number of pages."""
+        found: dict[str, Json] = {}
+        pages, cursor = 0, None
+        while pages == 0 or cursor:
+            query = {**terms, **({"cursor": cursor} if cursor else {})}
+            page = (await self.checked("GET", f"/v1/search?{urlencode(query)}"))[1]
+            assert 0 <= page["done"] <= 1
+            assert page["next_cursor"] is not None or page["done"] == 1
+            found |= {shown["id"]: shown for shown in page["transactions"]}
+            pages, cursor = pages + 1, page["next_cursor"]
+        return list(found.values()), pages
 
     async def reaches(self, id: str, state: str) -> Json:
         async def there() -> Json | None:

@@ -31,7 +31,7 @@ from txbroker.core.records import Half, Message, Record, State
 from txbroker.core.snapshot import Capture, find_whole
 from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle, PromotionTxnLost
 from txbroker.errors import BodyLost, KafkaUnavailable
-from txbroker.proxy.cluster.views import view
+from txbroker.proxy.cluster.views import summary
 from txbroker.proxy.partition import owner as owner_module
 from txbroker.proxy.partition import snapshots as snapshots_module
 from txbroker.proxy.partition.owner import PartitionOwner
@@ -309,7 +309,7 @@ async def test_loss_makes_snapshot_due_and_counts_once(harness: Harness) -> None
     for _ in range(2):
         again = await harness.owner(snapshot_records_min=1000)
         for id in ids:
-            shown = view(await again.api.get(id))
+            shown = summary(await again.api.get(id))
             assert (shown.state, shown.cause and shown.cause.code) == ("pending", "body_lost")
         await again.close()
     assert sum(harness.events.losses) == 2
@@ -367,7 +367,7 @@ async def test_lost_committed_stays_refused_across_restarts(harness: Harness) ->
     for _ in range(2):
         again = await harness.owner()
         await until(lambda again=again: known(again, id).state is State.REFUSED)
-        shown = view(await again.api.get(id))
+        shown = summary(await again.api.get(id))
         assert shown.cause is not None
         assert (shown.cause.code, shown.decision) == ("body_lost", "commit")
         assert (await commit(again, id)).state == "refused"

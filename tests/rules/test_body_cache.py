@@ -16,10 +16,11 @@ from txbroker.core.records import Cause, CheckReason, Decision, Half, Message, S
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import LogTruncated, PromotionTxnLost
 from txbroker.errors import NotPending, OwnerUnavailable
-from txbroker.proxy.cluster.views import view
+from txbroker.proxy.cluster.views import LogNames, summary, view_of
 from txbroker.proxy.partition import body_cache as bodies_module
 from txbroker.proxy.partition import promoter as promoter_module
 from txbroker.proxy.partition.body_cache import BODY_LOST
+from txbroker.proxy.partition.history import account_of
 
 DUE, ASKED = CheckReason.DUE, CheckReason.ASKED
 REFUSED_ONCE = Cause("bad_timestamp", "it is ahead", "t", 0)
@@ -363,7 +364,8 @@ async def test_lost_marker_record_is_never_promoted(small: BodiesHarness) -> Non
     again = small.ledger.index.get(transaction.id)
     assert again is not None
     assert again.state is State.REFUSED
-    assert view(again, bodies=True).messages[0].message is None
+    shown = view_of(account_of(again), LogNames("half", "op"), bodies=True)
+    assert shown.messages[0].message is None
     for _ in range(2):
         small.promoter.retry_refused(transaction.id)
         await until(lambda: sum(small.lost) >= 2)
@@ -461,7 +463,7 @@ async def test_lost_messages_are_not_checked_but_decided_by_hand(small: BodiesHa
     assert small.runner.offers == [whole.id]
     with pytest.raises(NotPending, match="deleted"):
         small.checks.ask(lost)
-    assert "deleted" in str(view(lost).cause)
+    assert "deleted" in str(summary(lost).cause)
     await small.mark("rollback", lost, reason="by hand")
     assert lost.verdict.decision is Decision.ROLLBACK
     running.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
@@ -10,7 +11,7 @@ from msgspec import structs
 
 from tests.kit.logs import WINDOW_MS
 from tests.rules.harness import Harness, roll_back
-from txbroker.core.encoding import encode_contents, encode_half, encode_marker
+from txbroker.core.encoding import encode_contents, encode_half, encode_marker, promoted_headers
 from txbroker.core.records import (
     RECORD_VERSION,
     CheckPolicy,
@@ -28,7 +29,13 @@ from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Appended
 from txbroker.errors import KafkaUnavailable, NotFound, TooOld
 from txbroker.proxy.partition import partition_api as answers
-from txbroker.proxy.partition.history import read_verdict, search
+from txbroker.proxy.partition.history import (
+    Account,
+    account_of,
+    read_markers,
+    read_targets,
+    search,
+)
 from txbroker.testing.topics import MemoryPartition
 
 START_MS = 1_700_000_000_000
@@ -224,27 +231,101 @@ async def test_transaction_before_log_start_is_too_old() -> None:
         await past.find(past.ids[2100])
 
 
-@pytest.mark.parametrize("op", ["there", "gone", "silent", "of another"])
-async def test_summary_gets_verdict_from_marker(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+class PastTargets:
+    """The target topics of a past: a `Targets` that only reads."""
+
+    def __init__(self) -> None:
+        self.partitions: dict[tuple[str, int], MemoryPartition] = defaultdict(MemoryPartition)
+
+    async def records(
+        self, topic: str, partition: int, *, start: int | None = None, since_ms: int = 0
+    ) -> AsyncIterator[Sequence[Record]]:
+        if topic == "secret":
+            raise KafkaUnavailable("not authorized for topic secret")
+        log = self.partitions[topic, partition]
+        for record in log.read(log.begin, log.end):
+            if record.timestamp_ms >= since_ms:
+                yield [record]
+
+
+def remembered(found: Transaction) -> Account:
+    """A transaction as far as a summary goes."""
+    return account_of(to_transaction(summary_of(found)))
+
+
+@pytest.mark.parametrize("gone", ["nothing", "half", "marker", "both", "of another"])
+async def test_summary_is_read_back_or_names_its_gaps(gone: str) -> None:
     past = Past()
-    id, other = past.prepare(), past.prepare()
+    past.run(300)
+    id = past.prepare()
+    for number in (1, 2):
+        past.pass_ms(1000)
+        past.mark("check", id, round=1, number=number, reason="due", endpoint="http://g")
+    past.run(300)
     past.mark("rollback", id, source=Source.OPERATOR, by="ann", reason="by hand")
-    past.mark("rollback", other, source=Source.CHECK)
-    remembered = to_transaction(summary_of(await past.find(id)))
-    if op == "gone":
-        past.op.partition.delete_before(1)
-    elif op == "of another":
-        remembered.verdict = structs.replace(remembered.verdict, op_offset=1)
-    elif op == "silent":
-        monkeypatch.setattr(past.op, "pick", silent)
-    await read_verdict(past.op, remembered)
-    found = (remembered.verdict.source, remembered.verdict.by, remembered.verdict.reason)
-    assert found == ((Source.OPERATOR, "ann", "by hand") if op == "there" else (None, "", ""))
+    past.run(300)
+    account = remembered(await past.find(id))
+    verdict = account.transaction.verdict
+    if gone in ("half", "both"):
+        past.half.partition.delete_before(past.offsets[id] + 1)
+    if gone in ("marker", "both"):
+        past.op.partition.delete_before(verdict.op_offset + 1)
+    if gone == "of another":
+        account.transaction.verdict = structs.replace(verdict, op_offset=1)
+    await read_markers(account, past.half, past.op, WINDOW_MS)
+    verdict, checks = account.transaction.verdict, account.transaction.checks
+    decider = (verdict.source, verdict.by, verdict.reason)
+    attempts = [(attempt.round, attempt.number) for attempt in checks.attempts]
+    words = " ".join(account.gaps)
+    if gone in ("nothing", "half"):
+        assert decider == (Source.OPERATOR, "ann", "by hand")
+        assert account.markers["rollback", 0, 0] == verdict.op_offset
+    else:
+        assert decider == (None, "", "")
+        assert "the deciding marker" in words
+    if gone == "nothing":
+        assert (attempts, account.attempts_known, account.gaps) == ([(1, 1), (1, 2)], True, [])
+        assert account.markers["check", 1, 1] < account.markers["check", 1, 2] < verdict.op_offset
+    else:
+        assert not account.attempts_known
+    assert ("its half message" in words) is (gone in ("half", "both"))
 
 
-async def silent(offsets: Sequence[int]) -> Sequence[Record]:
-    """Pick from a Kafka that does not answer."""
-    raise KafkaUnavailable("no answer")
+@pytest.mark.parametrize("gone", ["nothing", "one", "topic", "bytes"])
+async def test_target_offsets_are_read_back_or_named_as_gaps(gone: str) -> None:
+    past, targets = Past(), PastTargets()
+    name = "secret" if gone == "topic" else "t"
+    early = Message(name, b"k", b"1", partition=1, timestamp_ms=START_MS - HOUR_MS)
+    messages = (
+        early,
+        Message(name, b"k", b"2", partition=1),
+        Message("u", None, b"3", partition=0),
+    )
+    id = past.prepare(*messages)
+    past.mark("commit", id)
+    transaction = await past.find(id)
+    decided_ms = transaction.verdict.at_ms
+    for sequence, message in enumerate(messages):
+        at = targets.partitions[message.topic, message.partition or 0]
+        at.append([Record(b"k", b"other", (("txb-id", make_id(0, 1, 1).encode()),))], decided_ms)
+        if gone == "one" and sequence == 1:
+            continue
+        headers = promoted_headers(id, sequence, 3, message, (("txb-installation", b"x"),))
+        stamp_ms = message.timestamp_ms or decided_ms
+        at.append([Record(message.key, message.value, headers, stamp_ms)], decided_ms)
+    account = account_of(transaction)
+    assert not account.is_whole
+    await read_targets(account, targets, 3 if gone == "bytes" else 1000)  # type: ignore[arg-type]
+    words = " ".join(account.gaps)
+    expected = {
+        "nothing": ((1, 3, 1), ""),
+        "one": ((1, -1, 1), "retention or compaction"),
+        "topic": ((-1, -1, 1), "not authorized for topic secret"),
+        "bytes": ((-1, -1, -1), "`txbroker tx trace` reads further"),
+    }[gone]
+    assert account.transaction.offsets == expected[0]
+    assert expected[1] in words
+    assert account.is_whole is (gone == "nothing")
 
 
 async def test_silent_kafka_delays_no_answer(harness: Harness) -> None:
@@ -252,8 +333,10 @@ async def test_silent_kafka_delays_no_answer(harness: Harness) -> None:
     await roll_back(owner, id)
     owner.ledger.index.settled.seal()
     owner.ledger.index.settled.shown.clear()
-    assert (await owner.api.find(id)).verdict.source is Source.PRODUCER
-    harness.monkeypatch.setattr(answers, "VERDICT_S", 0.01)
+    found = await owner.api.find(id)
+    assert (found.transaction.verdict.source, found.read_back) == (Source.PRODUCER, True)
+    harness.monkeypatch.setattr(answers, "READ_BACK_S", 0.01)
     harness.monkeypatch.setattr(owner.api._logs[1], "pick", lambda _: asyncio.Event().wait())
     found = await owner.api.find(id)
-    assert (found.state, found.verdict.source) == (State.ROLLED_BACK, None)
+    assert (found.transaction.state, found.attempts_known) == (State.ROLLED_BACK, False)
+    assert "not read within" in found.gaps[0]

@@ -7,7 +7,7 @@ own one are the reason for claims and fencing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from txbroker.checkers.base import Finder
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.runner import CheckRunner
 from txbroker.config.settings import Settings
-from txbroker.core.records import RECORD_VERSION, Cause
+from txbroker.core.records import RECORD_VERSION, Cause, Record
 from txbroker.core.routing import assign, owners
 from txbroker.door.protocols import (
     Assignment,
@@ -250,6 +250,20 @@ class SimTargets(Targets):
 
     def note(self, cause: Cause) -> None:
         self.forget(cause.topic)
+
+    async def records(
+        self, topic: str, partition: int, *, start: int | None = None, since_ms: int = 0
+    ) -> AsyncIterator[Sequence[Record]]:
+        """Yield the committed records from an offset, or from a time on."""
+        await self._network.pass_message()
+        log = self._network.cluster.logs.get((topic, partition))
+        if log is None:
+            raise KafkaUnavailable(f"{topic}-{partition} does not exist")
+        yield [
+            Record(record.key, record.value, tuple(record.headers), record.timestamp, record.offset)
+            for record in log.records(committed=True)
+            if record.offset >= (start or 0) and record.timestamp >= since_ms
+        ]
 
 
 class NoGroups:

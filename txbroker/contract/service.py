@@ -101,13 +101,19 @@ class Event(Struct, frozen=True):
     event: str
     """`prepared`, a MarkerKind, `promoted`, `refused` or `conflict`."""
     text: str = ""
+    record: str = ""
+    """Its record as `topic/partition@offset`, "" if there is none or its place is unknown."""
 
 
 class TransactionView(Struct, frozen=True):
     """Everything known about one transaction.
 
     Attributes:
+        attempts_known: False if memory has lost the attempts of a settled one; `round`, `attempts`
+            and `attempts_max` then mean nothing.
         waiting: why a check that is due is not made; "" if nothing prevents it.
+        read_back: whether facts were read from the topics because memory had lost them.
+        gaps: facts that cannot be shown, and why.
     """
 
     id: str
@@ -132,6 +138,9 @@ class TransactionView(Struct, frozen=True):
     checks: tuple[Attempt, ...] = ()
     timeline: tuple[Event, ...] = ()
     waiting: str = ""
+    attempts_known: bool = True
+    read_back: bool = False
+    gaps: tuple[str, ...] = ()
 
 
 LIST_LIMIT_MAX = 1000
@@ -167,6 +176,53 @@ class TransactionPage(Struct, frozen=True):
 
     transactions: tuple[TransactionView, ...]
     next_cursor: str | None = None
+
+
+class SearchRequest(Struct, frozen=True):
+    """A search; all terms must match, None matches any.
+
+    A page reads a bounded part of the topics, one half partition after another, the newest
+    transactions first: it may find nothing although a later page does.
+
+    Attributes:
+        id: the first characters of transaction ids.
+        topic: with a message for this target.
+        key: with a message with this key.
+        header: with a message with this header: name and value.
+        from_ms, to_ms: prepared in this time, `to_ms` excluded, to a second.
+        record: `topic/partition@offset`: the transaction of this record; no other term is used.
+        cursor: of the last page.
+        groups_allowed, groups_denied: as in `ListRequest`.
+    """
+
+    id: str | None = None
+    group: str | None = None
+    topic: str | None = None
+    key: bytes | None = None
+    dedup_key: str | None = None
+    order_key: str | None = None
+    header: tuple[str, bytes] | None = None
+    from_ms: int | None = None
+    to_ms: int | None = None
+    record: str | None = None
+    cursor: str | None = None
+    groups_allowed: tuple[str, ...] | None = None
+    groups_denied: tuple[str, ...] = ()
+
+
+class SearchPage(Struct, frozen=True):
+    """A page of a search; a transaction may be on several pages.
+
+    Attributes:
+        next_cursor: None on the last page.
+        done: the part of the topics that was read, from 0 to 1.
+        records: how many records this page read.
+    """
+
+    transactions: tuple[TransactionView, ...]
+    next_cursor: str | None = None
+    done: float = 1.0
+    records: int = 0
 
 
 class PartitionState(StrEnum):
@@ -335,8 +391,17 @@ class Service(Protocol):
     async def revive(self, id: str, *, by: str = "", reason: str = "") -> TransactionStatus:
         """Make a parked transaction pending again, or retry a refused one at once."""
 
-    async def find(self, id: str, *, bodies: bool = False) -> TransactionView:
-        """Return everything known about a transaction."""
+    async def find(self, id: str, *, bodies: bool = False, trace: bool = False) -> TransactionView:
+        """Return everything known about a transaction.
+
+        Settled ones that memory has lost in part are read back from the topics.
+
+        Args:
+            trace: read the places of all its records, and read back for longer.
+        """
+
+    async def search(self, request: SearchRequest) -> SearchPage:
+        """Return the transactions of one page of a search."""
 
     async def list(self, request: ListRequest) -> TransactionPage:
         """Return unsettled transactions and those settled within the window.

@@ -4,15 +4,19 @@ An invalid record raises `Malformed`, one of a newer version of txbroker `NewerV
 """
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import lru_cache
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 
 from txbroker.core.encoding import (
     CLAIM_KEY,
     FIXED_HEADERS,
+    ID_HEADER,
+    INSTALLATION_HEADER,
     PROGRESS_KEY,
+    SEQUENCE_HEADER,
     VERSION_HEADER,
     KeptFacts,
     check_policy,
@@ -24,6 +28,7 @@ from txbroker.core.records import (
     CheckPolicy,
     Claim,
     Half,
+    Header,
     Marker,
     MarkerKind,
     Message,
@@ -193,6 +198,35 @@ def join_parts(parts: list[HalfPart]) -> Half:
         first.dedup_key,
         first.policy,
     )
+
+
+# --- promoted messages ---------------------------------------------------------------------------
+
+
+class Promoted(NamedTuple):
+    """The place of a promoted record in its transaction, and the user's headers."""
+
+    id: str
+    sequence: int
+    headers: tuple[Header, ...]
+
+
+def decode_promoted(record: Record) -> Promoted | None:
+    """Return what txbroker's headers say of a record in a target; None without them.
+
+    Only the first headers count: the same names elsewhere are the user's.
+    """
+    headers = tuple(record.headers)
+    if headers and headers[0][0] == INSTALLATION_HEADER:
+        headers = headers[1:]
+    if not headers or headers[0][0] != ID_HEADER:
+        return None
+    id, sequence = (headers[0][1] or b"").decode(errors="replace"), 0
+    if len(headers) == 1 or headers[1][0] != SEQUENCE_HEADER:
+        return Promoted(id, sequence, headers[1:])
+    with suppress(ValueError):
+        sequence, _ = _sequence(headers[1][1] or b"")
+    return Promoted(id, sequence, headers[2:])
 
 
 # --- markers -------------------------------------------------------------------------------------

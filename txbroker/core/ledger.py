@@ -48,7 +48,14 @@ from txbroker.core.records import (
     anchor_of,
 )
 from txbroker.core.routing import order_mark, parse_id
-from txbroker.core.transaction import Transaction, Verdict, fingerprint, places, same_contents
+from txbroker.core.transaction import (
+    Transaction,
+    Verdict,
+    fingerprint,
+    key_mark,
+    places,
+    same_contents,
+)
 
 ACCOUNTED_LOOK = 1000
 """Transactions that one call of `Ledger.accounted` looks at."""
@@ -299,6 +306,8 @@ class Ledger:
         first = half.messages[0]
         order = order_mark(half.order_key, first.topic, first.key)
         transaction = Transaction(half, offset, self.half_clock_ms, mark, where, order)
+        for message in half.messages:
+            transaction.keys |= key_mark(message.topic, message.key)
         index.add(transaction)
         if self.waiting:
             self._apply_waiting(transaction)

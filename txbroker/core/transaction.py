@@ -95,6 +95,7 @@ class Transaction(Struct, gc=False):
         lost: its messages were deleted and cannot be read again.
         offsets: of its messages in their targets, if this owner promoted it.
         promoted_at_ms: when this owner saw it visible, by its log time; 0 if it did not.
+        keys: the marks of its messages' keys; 0 if it comes from a snapshot.
     """
 
     half: Half
@@ -115,6 +116,7 @@ class Transaction(Struct, gc=False):
     cause: Cause | None = None
     offsets: tuple[int, ...] = ()
     promoted_at_ms: int = 0
+    keys: int = 0
 
     @property
     def id(self) -> str:
@@ -225,6 +227,26 @@ def places(messages: Sequence[Message]) -> tuple[Place, ...]:
 def places_of(shape: tuple[tuple[str, int | None, int], ...]) -> tuple[Place, ...]:
     """Return places by topic, partition and size in a batch."""
     return tuple([Place(intern(t), -1 if p is None else p, size) for t, p, size in shape])
+
+
+# --- keys of messages ------------------------------------------------------------------------
+
+_MARK_BITS = (1 << 60) - 1
+"""A mark is a small Python integer: 32 bytes."""
+
+
+def key_mark(topic: str, key: bytes | None) -> int:
+    """Return about 15 of 60 bits for a message's topic and key, 0 without a key.
+
+    The bits of a transaction's messages are joined: those of a key that is among them are all set.
+    Others rarely are; the messages show it. Differs from process to process.
+
+    Source: Bloom, Space/Time Trade-offs in Hash Coding with Allowable Errors (1970).
+    """
+    if key is None:
+        return 0
+    hashed = hash((topic, key))
+    return hashed & hashed >> 7 & _MARK_BITS
 
 
 # --- comparing content -----------------------------------------------------------------------

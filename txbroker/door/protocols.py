@@ -286,6 +286,20 @@ class Targets(Protocol):
     def forget(self, topic: str) -> None:
         """Drop a topic from the cache, after an error that shows that its facts have changed."""
 
+    def records(
+        self, topic: str, partition: int, *, start: int | None = None, since_ms: int = 0
+    ) -> AsyncIterator[Sequence[Record]]:
+        """Yield the committed records of a partition in pieces, in order, to its last stable
+        offset as of now.
+
+        Args:
+            start: the first offset; None: of the first record with this timestamp or a later one.
+
+        Raises:
+            LogTruncated: `start` is not in the log (any more).
+            KafkaUnavailable: Kafka does not answer, or this proxy may not read the topic.
+        """
+
 
 class GroupStore(Protocol):
     """The compacted topic of registered groups: opaque JSON by group name."""

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 
 from txbroker.config.settings import DAY_S, Settings
 from txbroker.contract.service import ListRequest, TransactionView
-from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER, SEQUENCE_HEADER
+from txbroker.core.decoding import decode_promoted
 from txbroker.core.index import due_ms
 from txbroker.core.lifecycle import UNDECIDED
 from txbroker.core.records import Message, Record, State
@@ -338,19 +338,14 @@ async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
 def _as_message(topic: str, partition: int, record: Record) -> PromotedMessage:
     """Return a record as a message, without txbroker's headers, which come first if it was
     promoted."""
-    headers = tuple(record.headers)
-    names = [name for name, _ in headers]
-    if names[:1] == [INSTALLATION_HEADER]:
-        headers, names = headers[1:], names[1:]
-    id = headers[0][1] if names[:1] == [ID_HEADER] else None
-    ours = 0 if id is None else 2 if names[1:2] == [SEQUENCE_HEADER] else 1
+    promoted = decode_promoted(record)
     return PromotedMessage(
         topic,
         record.key,
         record.value,
-        headers[ours:],
+        tuple(record.headers) if promoted is None else promoted.headers,
         partition,
         record.timestamp_ms,
         offset=record.offset,
-        transaction_id=(id or b"").decode(),
+        transaction_id="" if promoted is None else promoted.id,
     )

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import dropwhile
 from typing import NamedTuple
 
 from msgspec import structs
@@ -39,6 +40,7 @@ from txbroker.door.protocols import (
     GroupStore,
     Hanging,
     Log,
+    LogTruncated,
     Membership,
     NotVisible,
     PartitionDoor,
@@ -607,6 +609,27 @@ class MemoryTargets:
 
     def forget(self, topic: str) -> None:
         self._known.pop(topic, None)
+
+    async def records(
+        self, topic: str, partition: int, *, start: int | None = None, since_ms: int = 0
+    ) -> AsyncIterator[Sequence[Record]]:
+        """Yield committed records; see `Targets.records`."""
+        await self._kafka.reach()
+        facts = self._kafka.facts(topic)
+        if isinstance(facts, Cause):
+            raise KafkaUnavailable(facts.message)
+        if not 0 <= partition < facts.partitions:
+            raise LogTruncated(f"topic {topic} has partitions 0 to {facts.partitions - 1}")
+        log = self._kafka.partition(topic, partition)
+        end = log.stable_end
+        if start is not None and not log.begin <= start < end:
+            raise LogTruncated(f"{topic}-{partition} holds offsets {log.begin} to {end}")
+        records = log.read(log.begin if start is None else start, end)
+        yield (
+            records
+            if start is not None
+            else list(dropwhile(lambda record: record.timestamp_ms < since_ms, records))
+        )
 
     def note(self, cause: Cause) -> None:
         """Drop the facts of a topic that refused a record: they are out of date."""

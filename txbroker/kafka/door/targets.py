@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
 from txbroker.core.records import Cause, Record
@@ -19,7 +20,7 @@ from txbroker.door.protocols import LogTruncated, TargetFacts, Targets
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client, KafkaRefused, TopicFacts, is_retriable
-from txbroker.kafka.client.reader import Reader
+from txbroker.kafka.client.reader import Reader, offsets_at
 from txbroker.kafka.protocol.codes import Code, describe
 
 _DEFAULT_MESSAGE_BYTES = 1048588
@@ -34,6 +35,8 @@ _CAUSE_TTL_S = 1.0
 _KNOWN_MAX = 1000
 """Cached topics, or prefixes, until expired ones are dropped: clients may name any topic."""
 
+_RECORDS_BYTES = 1 << 20
+_NUMBERS = itertools.count()
 _BY_DEFAULT = -1
 _ANY_PARTITION = -1
 
@@ -42,6 +45,7 @@ class KafkaTargets(Targets):
     """A `Targets` on a real Kafka."""
 
     def __init__(self, client: Client, admin: Admin) -> None:
+        self._client = client
         self._admin = admin
         self._installations = Installations(client, admin)
         self._ttl_s = client.settings.facts_ttl_s
@@ -126,6 +130,37 @@ class KafkaTargets(Targets):
         self._known.pop(topic, None)
         for create in (False, True):
             self._in_flight.pop((topic, create), None)  # may have been sent before the change
+
+    async def records(
+        self, topic: str, partition: int, *, start: int | None = None, since_ms: int = 0
+    ) -> AsyncIterator[Sequence[Record]]:
+        """Yield committed records; see `Targets.records`."""
+        facts, client = await self._ask(topic), self._client
+        if isinstance(facts, Cause):
+            raise KafkaUnavailable(facts.message)
+        if not 0 <= partition < facts.partitions:
+            raise LogTruncated(f"topic {topic} has partitions 0 to {facts.partitions - 1}")
+        # A dedicated channel each: reads of other searches must not wait for this one.
+        channel = f"records/{next(_NUMBERS)}"
+        reader = Reader(client, topic, partition, channel, append_time=False)
+        try:
+            position, end = start, await reader.stable_end()
+            if position is None:
+                position = (await offsets_at(client, [(topic, partition)], since_ms, channel))[
+                    topic, partition
+                ]
+            elif position >= end:
+                raise LogTruncated(f"{reader.name} ends at offset {end}")
+            while position < end:
+                fetched = await reader.fetch(position, _RECORDS_BYTES, wait_ms=0)
+                for records in fetched.pieces():
+                    yield [record for record in records if record.offset < end]
+                    await asyncio.sleep(0)
+                if fetched.next_offset == position:
+                    return
+                position = fetched.next_offset
+        finally:
+            client.close_channels(channel)
 
     def note(self, cause: Cause) -> None:
         """Update the cache after a refusal: drop facts that did not predict it.

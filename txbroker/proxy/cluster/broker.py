@@ -20,29 +20,34 @@ from txbroker.contract.service import (
     PrepareRequest,
     Readiness,
     Run,
+    SearchPage,
+    SearchRequest,
     TransactionPage,
     TransactionStatus,
     TransactionView,
     alone,
 )
+from txbroker.core.decoding import Malformed, NewerVersion, decode_log, decode_promoted
 from txbroker.core.encoding import headers_bytes, installation_headers
-from txbroker.core.records import Cause, CheckPolicy, Half, Message, Place
+from txbroker.core.records import Cause, CheckPolicy, Half, Message, Place, Record
 from txbroker.core.routing import home, partition_of
+from txbroker.core.terms import RecordPlace, parse_place
 from txbroker.core.transaction import Transaction
-from txbroker.door.protocols import Door, TargetFacts
+from txbroker.door.protocols import Door, LogTruncated, TargetFacts
 from txbroker.errors import (
     BadRequest,
     BadSchedule,
     IdExpired,
     KafkaUnavailable,
+    NotFound,
     OwnerUnavailable,
     RequestError,
     TooLarge,
 )
 from txbroker.principals import Directory, no_principals
-from txbroker.proxy.cluster.forwarding import merge, new_id
+from txbroker.proxy.cluster.forwarding import merge, new_id, search_place, terms_of
 from txbroker.proxy.cluster.partition_manager import PartitionManager
-from txbroker.proxy.cluster.views import page_of, view
+from txbroker.proxy.cluster.views import LogNames, page_of, summary, view_of, visible_to
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.overview import GroupStatus, local_overview
 from txbroker.proxy.observe.tracing import deciding
@@ -119,6 +124,8 @@ class Broker:
         self._beside = headers_bytes(installation_headers(settings.topic_prefix))
         self._placing = TargetPartitioner(self._beside)
         self._keyless: Sticky[int] = Sticky()
+        prefix = settings.topic_prefix
+        self._logs = LogNames(f"{prefix}.half", f"{prefix}.op")
         self._groups = groups
         self._status = status
         self._clock = LogTime(round(time.time() * 1000))
@@ -426,7 +433,7 @@ class Broker:
 
     # --- look ------------------------------------------------------------------------------
 
-    async def find(self, id: str, *, bodies: bool = False) -> TransactionView:
+    async def find(self, id: str, *, bodies: bool = False, trace: bool = False) -> TransactionView:
         """Return a transaction with its checks and history.
 
         Raises:
@@ -435,12 +442,65 @@ class Broker:
         """
         with self._calls.take():
             owner = self._owner_of(id)
-            transaction = await owner.api.find(id)
+            account = await owner.api.find(id, trace=trace)
             if bodies:
-                await owner.bodies.show(transaction)
+                await owner.bodies.show(account.transaction)
             self.partitions.check_in_touch(id)
-            shown = view(transaction, bodies=bodies)
+            shown = view_of(account, self._logs, bodies=bodies)
             return structs.replace(shown, waiting=self._waiting(shown, owner.now_ms()))
+
+    async def search(self, request: SearchRequest) -> SearchPage:
+        """Return a page of a search: of this proxy's half partition that the cursor names.
+
+        Raises:
+            OwnerUnavailable: this proxy does not own it.
+        """
+        if request.record is not None:
+            view = await self.find(await self.transaction_of(request.record))
+            return SearchPage(visible_to(request, (view,)))
+        place = search_place(request, self._door.partitions)
+        if place is None:
+            return SearchPage(())
+        with self._calls.take():
+            owner = self.partitions.owner(place.partition)
+            page, found = await owner.api.scan(terms_of(request), place.cursor, owner.bodies)
+            self.partitions.check_in_touch()
+        cursor, done = place.after(page.next)
+        views = tuple(summary(transaction) for transaction in found)
+        return SearchPage(visible_to(request, views), cursor, done, page.records)
+
+    async def transaction_of(self, record: str) -> str:
+        """Return the id of the transaction of a record in a target or in half or operation topic.
+
+        Args:
+            record: its place, as `topic/partition@offset`.
+
+        Raises:
+            BadRequest: this is no place of a record, or the record is not txbroker's.
+            NotFound: the topic has no such record.
+            OwnerUnavailable: Kafka does not answer.
+        """
+        place = parse_place(record)
+        if place is None:
+            raise BadRequest(
+                f"{record[:80]!r} is no place of a record: give topic/partition@offset",
+                path="record",
+            )
+        topic, partition, offset = place
+        if topic not in self._logs:
+            facts = await self._targets.examine(topic)
+            if isinstance(facts, Cause):
+                raise NotFound(facts.message)
+        try:
+            async for records in self._targets.records(topic, partition, start=offset):
+                for stored in records:
+                    if stored.offset >= offset:
+                        return _transaction_of(stored, place, self._logs)
+        except LogTruncated as error:
+            raise NotFound(f"there is no record {record}: {error}") from None
+        except KafkaUnavailable as error:
+            raise OwnerUnavailable(f"cannot read {record}: {error}") from None
+        raise NotFound(f"there is no record {record}: no offset from there on has one")
 
     def _waiting(self, shown: TransactionView, now_ms: int) -> str:
         """Return why a due check is not made, "" where none is due or it will be made."""
@@ -499,6 +559,24 @@ class Broker:
 
     def topic_problems(self) -> Sequence[str]:
         return self.partitions.topic_problems
+
+
+def _transaction_of(record: Record, place: RecordPlace, logs: LogNames) -> str:
+    where = f"{place.topic}/{place.partition}@{place.offset}"
+    if record.offset != place.offset:
+        raise NotFound(
+            f"there is no record {where}: compaction or retention has deleted it, or the offset "
+            f"belongs to Kafka's own marker; the next record is at {record.offset}"
+        )
+    if place.topic in logs:
+        try:
+            return decode_log("half" if place.topic == logs.half else "op", record).id
+        except (Malformed, NewerVersion) as error:
+            raise BadRequest(f"the record {where} names no transaction: {error}") from None
+    promoted = decode_promoted(record)
+    if promoted is None:
+        raise BadRequest(f"the record {where} has no txb-id header: txbroker did not promote it")
+    return promoted.id
 
 
 async def _refused(error: RequestError) -> Sequence[Answer]:

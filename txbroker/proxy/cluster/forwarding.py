@@ -7,14 +7,22 @@ fields and takes the default of missing ones, so builds of different age underst
 import secrets
 from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
-from txbroker.contract.service import PrepareRequest, TransactionPage, TransactionView
+from txbroker.contract.service import (
+    PrepareRequest,
+    SearchRequest,
+    TransactionPage,
+    TransactionView,
+)
 from txbroker.core.routing import dedup_randomness, make_id, parse_id
+from txbroker.core.terms import Terms
 from txbroker.errors import BadRequest, RequestError, request_errors
+from txbroker.proxy.partition.scan import Cursor
+from txbroker.proxy.partition.scan import decode_cursor as decode_place
 
 PREFIX = "/internal/v1"
 SESSIONS_PATH = f"{PREFIX}/sessions"
@@ -35,6 +43,7 @@ class ById(Struct, frozen=True):
     reason: str = ""
     bodies: bool = False
     group: str = ""
+    trace: bool = False
 
 
 class Failed(Struct, frozen=True):
@@ -64,6 +73,47 @@ def new_id(request: PrepareRequest, partition: int, now_ms: int) -> str:
     else:
         randomness = dedup_randomness(request.group, request.dedup_key)
     return make_id(partition, now_ms, randomness)
+
+
+# --- searches ---------------------------------------------------------------------------------
+
+
+class SearchPlace(NamedTuple):
+    """Where a search is: the half partitions that it visits, the number of the current one among
+    them, and the cursor in it."""
+
+    partitions: list[int]
+    number: int
+    cursor: Cursor
+
+    @property
+    def partition(self) -> int:
+        return self.partitions[self.number]
+
+    def after(self, following: Cursor | None) -> tuple[str | None, float]:
+        """Return the cursor of the next page, None on the last one, and the part that is done."""
+        number, part = self.number, 0.0 if following is None else following.done
+        if following is None:
+            number, following = number + 1, Cursor()
+        last = number == len(self.partitions)
+        return None if last else f"{number}:{following.encode()}", (number + part) / len(
+            self.partitions
+        )
+
+
+def terms_of(request: SearchRequest) -> Terms:
+    """Return the terms of a search."""
+    return Terms(*[getattr(request, name) for name in Terms._fields])
+
+
+def search_place(request: SearchRequest, partitions: int) -> SearchPlace | None:
+    """Return where a search is; None if no half partition can hold such a transaction."""
+    chosen = terms_of(request).partitions(partitions)
+    number, _, cursor = (request.cursor or "0:").partition(":")
+    if not number.isdecimal() or len(number) > 5 or int(number) >= max(1, len(chosen)):
+        cursor, number = "?", "0"  # refused below
+    place = SearchPlace(chosen, int(number), decode_place(cursor))
+    return place if chosen else None
 
 
 # --- lists ------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from txbroker.contract.service import (
     ListRequest,
     Overview,
     PrepareRequest,
+    SearchPage,
+    SearchRequest,
     TransactionPage,
     TransactionStatus,
     TransactionView,
@@ -119,8 +121,14 @@ class Peers:
     async def revive(self, url: str, id: str, *, by: str, reason: str) -> TransactionStatus:
         return await self._post(url, "revive", ById(id, by, reason), TransactionStatus, id)
 
-    async def find(self, url: str, id: str, *, bodies: bool) -> TransactionView:
-        return await self._post(url, "find", ById(id, bodies=bodies), TransactionView, id)
+    async def find(
+        self, url: str, id: str, *, bodies: bool, trace: bool = False
+    ) -> TransactionView:
+        request = ById(id, bodies=bodies, trace=trace)
+        return await self._post(url, "find", request, TransactionView, id)
+
+    async def search(self, url: str, request: SearchRequest) -> SearchPage:
+        return await self._post(url, "search", request, SearchPage, None)
 
     async def list(self, url: str, request: ListRequest) -> TransactionPage:
         return await self._post(url, "list", request, TransactionPage, None)

@@ -1,7 +1,9 @@
 """Views of transactions: one with its messages, checks and timeline, and lists, page by page."""
 
 import asyncio
+from collections.abc import Iterable, Sequence
 from heapq import nsmallest
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -10,34 +12,44 @@ from txbroker.contract.service import (
     Event,
     ListRequest,
     PlacedMessage,
+    SearchRequest,
     TransactionPage,
     TransactionView,
 )
 from txbroker.core.index import due_ms
 from txbroker.core.ledger import Ledger
 from txbroker.core.lifecycle import SETTLED
-from txbroker.core.records import Attempt, Message, State
+from txbroker.core.records import Attempt, MarkerKind, Message, State
 from txbroker.core.routing import parse_id
 from txbroker.core.segment import SettledSummary
 from txbroker.core.settled import to_transaction
-from txbroker.core.transaction import Transaction
+from txbroker.core.transaction import Transaction, Verdict
 from txbroker.principals import Patterns
 from txbroker.proxy.cluster.forwarding import decode_cursor, encode_cursor
 from txbroker.proxy.partition.body_cache import lost_cause, refused_as_lost
+from txbroker.proxy.partition.history import Account, account_of
 
 
 def summary(transaction: Transaction) -> TransactionView:
     """Return the view of a transaction in a list: without checks and timeline."""
-    return structs.replace(_view(transaction, bodies=False), checks=())
+    return structs.replace(_view(account_of(transaction), bodies=False), checks=())
 
 
-def view(transaction: Transaction, *, bodies: bool = False) -> TransactionView:
+class LogNames(NamedTuple):
+    """The names of the half and the operation topic."""
+
+    half: str
+    op: str
+
+
+def view_of(account: Account, logs: LogNames, *, bodies: bool = False) -> TransactionView:
     """Return the full view of a transaction; with `bodies`, message bodies still in memory."""
-    whole = _view(transaction, bodies=bodies)
-    return structs.replace(whole, timeline=_timeline(transaction))
+    whole = _view(account, bodies=bodies)
+    return structs.replace(whole, timeline=_timeline(account, whole, logs))
 
 
-def _view(transaction: Transaction, *, bodies: bool) -> TransactionView:
+def _view(account: Account, *, bodies: bool) -> TransactionView:
+    transaction = account.transaction
     half = transaction.half
     there = transaction.has_bodies and transaction.state not in SETTLED
     decided = transaction.verdict.decision is not None
@@ -64,6 +76,9 @@ def _view(transaction: Transaction, *, bodies: bool) -> TransactionView:
         next_check_at_ms=due_ms(transaction),
         cause=lost_cause(transaction) if transaction.lost else transaction.cause,
         checks=tuple(transaction.checks.attempts),
+        attempts_known=account.attempts_known,
+        read_back=account.read_back,
+        gaps=tuple(account.gaps),
     )
 
 
@@ -87,45 +102,87 @@ def _partition(message: Message) -> int:
     return -1 if message.partition is None else message.partition
 
 
-def _timeline(transaction: Transaction) -> tuple[Event, ...]:
-    events = [Event(transaction.prepared_at_ms, "prepared", f"by group {transaction.half.group}")]
-    events.extend(_attempt(attempt) for attempt in transaction.checks.attempts)
-    if transaction.state is State.PENDING and transaction.checks.round > 1:
-        text = f"round {transaction.checks.round} of attempts begins"
-        events.append(Event(transaction.checks.round_started_ms, "revive", text))
+def _timeline(account: Account, shown: TransactionView, logs: LogNames) -> tuple[Event, ...]:
+    transaction = account.transaction
+    verdict, checks = transaction.verdict, transaction.checks
+
+    def marker(kind: MarkerKind, round_: int = 0, number: int = 0) -> str:
+        offset = account.markers.get((kind, round_, number), -1)
+        return f"{logs.op}/{shown.partition}@{offset}" if offset >= 0 else ""
+
+    events = [
+        Event(
+            transaction.prepared_at_ms,
+            "prepared",
+            f"by group {shown.group}",
+            f"{logs.half}/{shown.partition}@{transaction.offset}",
+        )
+    ]
+    for attempt in checks.attempts:
+        place = marker(MarkerKind.CHECK, attempt.round, attempt.number)
+        events.append(Event(attempt.at_ms, "check", _attempt(attempt), place))
+    if transaction.state is State.PENDING and checks.round > 1:
+        text = f"round {checks.round} of attempts begins"
+        place = marker(MarkerKind.REVIVE, checks.round - 1)
+        events.append(Event(checks.round_started_ms, "revive", text, place))
     if transaction.state is State.PARKED:
         parked_ms = transaction.park_ms() or transaction.prepared_at_ms
-        events.append(Event(parked_ms, "park", "undecided after the last attempt; kept whole"))
-    if transaction.verdict.decision is not None:
-        text = f"by {transaction.verdict.source}"
-        if transaction.verdict.by:
-            text += f", {transaction.verdict.by}"
-        if transaction.verdict.reason:
-            text += f": {transaction.verdict.reason}"
-        events.append(Event(transaction.verdict.at_ms, transaction.verdict.decision, text))
+        text = "undecided after the last attempt; kept whole"
+        events.append(Event(parked_ms, "park", text, marker(MarkerKind.PARK, checks.round)))
+    if verdict.decision is not None:
+        place = marker(MarkerKind(verdict.decision))
+        if not place and verdict.op_offset >= 0:
+            place = f"{logs.op}/{shown.partition}@{verdict.op_offset}"
+        events.append(Event(verdict.at_ms, verdict.decision, _decider(verdict), place))
     if transaction.cause is not None:
         event = "refused" if transaction.state is State.REFUSED else "deferred"
-        events.append(Event(transaction.verdict.at_ms, event, transaction.cause.message))
+        events.append(Event(verdict.at_ms, event, transaction.cause.message))
     if transaction.state is State.PROMOTED:
-        places = [
-            f"{placed.topic}-{placed.partition}"
-            + ("" if placed.offset is None else f" at offset {placed.offset}")
-            for placed in _messages(transaction, bodies=False)
-        ]
-        text = "to " + ", ".join(places)
-        events.append(
-            Event(transaction.promoted_at_ms or transaction.verdict.at_ms, "promoted", text)
-        )
+        events.append(_promoted(transaction, shown.messages))
     return tuple(sorted(events, key=lambda event: event.at_ms))
 
 
-def _attempt(attempt: Attempt) -> Event:
+def _decider(verdict: Verdict) -> str:
+    """Return who decided, and why."""
+    if verdict.source is None:
+        return "the decider is not known any more"
+    text = f"by {verdict.source}"
+    if verdict.by:
+        text += f", {verdict.by}"
+    if verdict.reason:
+        text += f": {verdict.reason}"
+    return text
+
+
+def _promoted(transaction: Transaction, messages: Sequence[PlacedMessage]) -> Event:
+    places = [
+        f"{placed.topic}/{placed.partition}"
+        + ("" if placed.offset is None else f"@{placed.offset}")
+        for placed in messages
+    ]
+    text = "to " + ", ".join(places)
+    if not transaction.promoted_at_ms:
+        text += "; when they became visible is not stored, so this is the time of the decision"
+    place = places[0] if len(places) == 1 and messages[0].offset is not None else ""
+    return Event(transaction.promoted_at_ms or transaction.verdict.at_ms, "promoted", text, place)
+
+
+def _attempt(attempt: Attempt) -> str:
     text = f"attempt {attempt.round}.{attempt.number} ({attempt.reason}) at {attempt.endpoint}"
     if attempt.outcome:
         text += f": {attempt.outcome}"
     if not attempt.counts:
         text += " (does not count)"
-    return Event(attempt.at_ms, "check", text)
+    return text
+
+
+def visible_to(
+    request: SearchRequest, views: Iterable[TransactionView]
+) -> tuple[TransactionView, ...]:
+    """Return the transactions that the caller of a search may see."""
+    allowed = ("*",) if request.groups_allowed is None else request.groups_allowed
+    visible = Patterns(allowed, request.groups_denied)
+    return tuple(view for view in views if view.group in visible)
 
 
 SLICE = 256

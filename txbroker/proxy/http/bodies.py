@@ -15,6 +15,8 @@ from txbroker.contract.service import LIST_LIMIT_MAX, TransactionView
 from txbroker.core.records import Decision, State
 
 TEXT_MAX = 1000
+SEARCHED_BYTES_MAX = 4096
+"""The longest key or header that can be searched for."""
 BY_MAX = 200
 SECONDS_MAX = 366 * 86400
 # `(?!\n)`: in Python `$` also matches before a final newline; other engines need no such guard.
@@ -225,6 +227,68 @@ class FindQuery(RequestBody, frozen=True):
     """How much to return of a transaction."""
 
     bodies: Annotated[bool, Meta(description="Include keys, values and headers.")] = False
+    trace: Annotated[
+        bool,
+        Meta(description="Read the places of all its records, for up to 20 s."),
+    ] = False
+
+
+_TIME_MAX_MS = (1 << 48) - 1
+TimeMs = Annotated[int, Meta(ge=0, le=_TIME_MAX_MS)]
+
+
+class SearchQuery(RequestBody, frozen=True):
+    """What transactions must have, all of it; omitted fields match any. At least one is needed."""
+
+    id: (
+        Annotated[
+            str,
+            Meta(min_length=1, max_length=26, description="The first characters of the id."),
+        ]
+        | None
+    ) = None
+    group: Group | None = None
+    topic: Annotated[str, Meta(min_length=1, max_length=249)] | None = None
+    key: (
+        Annotated[
+            str,
+            Meta(
+                max_length=SEARCHED_BYTES_MAX, description="Of a message, which also has the topic."
+            ),
+        ]
+        | None
+    ) = None
+    key_base64: (
+        Annotated[str, Meta(max_length=SEARCHED_BYTES_MAX, pattern=_BASE64_PATTERN)] | None
+    ) = None
+    dedup_key: Key | None = None
+    order_key: Key | None = None
+    header: (
+        Annotated[
+            str,
+            Meta(
+                max_length=SEARCHED_BYTES_MAX,
+                pattern=r"^[^=]+=",
+                description="`name=value` of the same message.",
+            ),
+        ]
+        | None
+    ) = None
+    from_ms: TimeMs | None = None
+    to_ms: (
+        Annotated[TimeMs, Meta(description="Prepared from `from_ms` on and before `to_ms`.")] | None
+    ) = None
+    record: (
+        Annotated[
+            str,
+            Meta(
+                max_length=300,
+                description="`topic/partition@offset`: the transaction of this record, alone.",
+            ),
+        ]
+        | None
+    ) = None
+    cursor: Annotated[str, Meta(min_length=1, max_length=500)] | None = None
 
 
 class NoQuery(RequestBody, frozen=True):
@@ -257,12 +321,15 @@ class PlacedBody(AnswerBody, frozen=True):
 
 
 class TransactionBody(TransactionView, frozen=True, kw_only=True, omit_defaults=True):
-    """One transaction. Times are milliseconds since 1970."""
+    """One transaction. Times are milliseconds since 1970.
+
+    `attempts_known`: absent if true; if false, `round`, `attempts` and `attempts_max` are null.
+    """
 
     messages: list[PlacedBody]  # type: ignore[assignment]  # flat, its content only on demand
-    round: int
-    attempts: int
-    attempts_max: int
+    round: int | None  # type: ignore[assignment]  # null if unknown
+    attempts: int | None  # type: ignore[assignment]
+    attempts_max: int | None  # type: ignore[assignment]
     waiting: Annotated[
         str, Meta(description="Why a due check is not made. Only of a single transaction.")
     ] = ""
@@ -273,6 +340,17 @@ class PageBody(AnswerBody, frozen=True):
 
     transactions: list[TransactionBody]
     next_cursor: str | None
+
+
+class SearchBody(PageBody, frozen=True):
+    """One page of a search, often without a match; `next_cursor` is null on the last page.
+
+    `done`: the part of the topics that is read, from 0 to 1. `records`: read for this page. A
+    transaction may be on several pages.
+    """
+
+    done: float
+    records: int
 
 
 class GroupAnswer(AnswerBody, frozen=True):

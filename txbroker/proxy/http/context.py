@@ -16,6 +16,7 @@ from txbroker.contract.service import (
     ListRequest,
     PrepareRequest,
     Run,
+    SearchRequest,
     Service,
     TransactionStatus,
 )
@@ -151,8 +152,11 @@ class ApiContext:
         return unusable
 
 
-def within_groups(request: ListRequest, principal: Principal) -> ListRequest:
-    """Return a list request restricted to the principal's groups."""
+Scoped = TypeVar("Scoped", ListRequest, SearchRequest)
+
+
+def within_groups(request: Scoped, principal: Principal) -> Scoped:
+    """Return a request of a list or a search restricted to the principal's groups."""
     if principal.groups.everything:
         return request
     return structs.replace(

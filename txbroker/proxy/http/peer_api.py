@@ -27,6 +27,7 @@ from txbroker.contract.service import (
     DecideRequest,
     ListRequest,
     PrepareRequest,
+    SearchRequest,
     Service,
 )
 from txbroker.core.records import Decision
@@ -88,6 +89,7 @@ class PeerApi:
             "revive": end("revive", ById, self._revive),
             "find": end("find", ById, self._find),
             "list": end("list", ListRequest, self._list),
+            "search": end("search", SearchRequest, self._service.search),
         }
         return [
             *[("POST", f"{PREFIX}/{name}", handler) for name, handler in forwarded.items()],
@@ -123,7 +125,7 @@ class PeerApi:
 
     async def _find(self, request: ById) -> object:
         _check_by_id(request)
-        return await self._service.find(request.id, bodies=request.bodies)
+        return await self._service.find(request.id, bodies=request.bodies, trace=request.trace)
 
     async def _list(self, request: ListRequest) -> object:
         if request.partitions is None:

@@ -1,6 +1,7 @@
 """The operations on transactions."""
 
 import asyncio
+import base64
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -17,14 +18,19 @@ from txbroker.contract.service import (
     ListRequest,
     PlacedMessage,
     PrepareRequest,
+    SearchPage,
+    SearchRequest,
+    Service,
     TransactionPage,
     TransactionStatus,
     TransactionView,
 )
 from txbroker.core.records import Decision, Message, Source
+from txbroker.core.routing import ALPHABET
 from txbroker.errors import (
     AlreadyDecided,
     BadId,
+    BadRequest,
     BadSchedule,
     BadTarget,
     BodyLost,
@@ -40,7 +46,7 @@ from txbroker.errors import (
     UnknownTopic,
     WrongGroup,
 )
-from txbroker.principals import ONLY_OPERATORS, WRITERS, Role
+from txbroker.principals import ONLY_OPERATORS, WRITERS, Principal, Role
 from txbroker.proxy.http.bodies import (
     CommitBody,
     FindQuery,
@@ -50,6 +56,8 @@ from txbroker.proxy.http.bodies import (
     PrepareBody,
     ReasonBody,
     RollbackBody,
+    SearchBody,
+    SearchQuery,
     StandingBody,
     TransactionBody,
 )
@@ -66,9 +74,13 @@ give up and retry would hold ever more of the proxy while a target has no leader
 
 _UNREACHABLE = (OwnerUnavailable, KafkaDown)
 _BY_ID = (BadId, NotFound, TooOld, *_UNREACHABLE)
+_ATTEMPTS = ("round", "attempts", "attempts_max")
 _VIEW_FIELDS = tuple(
     field.name for field in msgspec.structs.fields(TransactionBody) if field.name != "messages"
 )
+_PLAIN_TERMS = (
+    "group", "topic", "dedup_key", "order_key", "from_ms", "to_ms", "record", "cursor",
+)  # fmt: skip
 
 
 def prepare(call: ApiCall) -> Awaitable[ApiReply]:
@@ -203,12 +215,64 @@ async def _check_own(call: ApiCall, id: str) -> None:
 
 async def find(call: ApiCall) -> ApiReply:
     """Return one transaction."""
-    bodies = cast(FindQuery, call.query).bodies
-    if bodies and not call.principal.sees_bodies:
+    query = cast(FindQuery, call.query)
+    if query.bodies and not call.principal.sees_bodies:
         raise NotPermitted("a viewer sees no message bodies: call without bodies")
-    view = await call.context.service.find(plain_id(call.path["id"]), bodies=bodies)
+    id = plain_id(call.path["id"])
+    view = await call.context.service.find(id, bodies=query.bodies, trace=query.trace)
     call.principal.check_own(view.group)
-    return ApiReply(200, _view_body(view, bodies=bodies))
+    return ApiReply(200, _view_body(view, bodies=query.bodies))
+
+
+async def search(call: ApiCall) -> ApiReply:
+    """Search transactions by id, key, header, time or record, a page at a time."""
+    page = await searched(call.context.service, cast(SearchQuery, call.query), call.principal)
+    return ApiReply(
+        200,
+        SearchBody(
+            transactions=[_view_body(view, bodies=False) for view in page.transactions],
+            next_cursor=page.next_cursor,
+            done=page.done,
+            records=page.records,
+        ),
+    )
+
+
+async def searched(service: Service, query: SearchQuery, principal: Principal) -> SearchPage:
+    """Return a page of a search for a principal.
+
+    Raises:
+        BadRequest: it has no term, or one that nothing can match.
+        NotPermitted: the principal may not see what it searches for.
+    """
+    content = (query.key, query.key_base64, query.header)
+    if any(term is not None for term in content) and not principal.sees_bodies:
+        raise NotPermitted("a viewer sees no message bodies: search without key and header")
+    request = within_groups(_search_request(query), principal)
+    return await service.search(request)
+
+
+def _search_request(query: SearchQuery) -> SearchRequest:
+    if query.key is not None and query.key_base64 is not None:
+        raise BadRequest("key and key_base64: give one of them", path="key_base64")
+    key = None if query.key is None else query.key.encode()
+    if query.key_base64 is not None:
+        key = base64.b64decode(query.key_base64)
+    id = None
+    if query.id is not None:
+        id = query.id.upper() if query.id.isascii() else query.id
+        if not set(id) <= set(ALPHABET):
+            raise BadRequest("id has other characters than transaction ids have", path="id")
+    name, _, value = (query.header or "").partition("=")
+    request = SearchRequest(
+        id=id,
+        key=key,
+        header=None if query.header is None else (name, value.encode()),
+        **{field: getattr(query, field) for field in _PLAIN_TERMS},
+    )
+    if request == SearchRequest(cursor=request.cursor):
+        raise BadRequest("there is no term: give an id, key, header, time, group, topic or record")
+    return request
 
 
 async def list_(call: ApiCall) -> ApiReply:
@@ -246,10 +310,11 @@ def _status_reply(status: TransactionStatus, code: int = 200) -> ApiReply:
 
 
 def _view_body(view: TransactionView, *, bodies: bool) -> TransactionBody:
-    return TransactionBody(
-        messages=[_message_body(placed, bodies=bodies) for placed in view.messages],
-        **{name: getattr(view, name) for name in _VIEW_FIELDS},
-    )
+    fields = {name: getattr(view, name) for name in _VIEW_FIELDS}
+    if not view.attempts_known:
+        fields |= dict.fromkeys(_ATTEMPTS)
+    messages = [_message_body(placed, bodies=bodies) for placed in view.messages]
+    return TransactionBody(messages=messages, **fields)
 
 
 def _message_body(placed: PlacedMessage, *, bodies: bool) -> PlacedBody:
@@ -278,6 +343,14 @@ OPERATIONS = (
         {200: PageBody},
         query=ListQuery,
         errors=_UNREACHABLE,
+        admin=True,
+    ),
+    Operation(
+        search,
+        "GET /v1/search",
+        {200: SearchBody},
+        query=SearchQuery,
+        errors=(NotFound, TooOld, *_UNREACHABLE),
         admin=True,
     ),
     Operation(

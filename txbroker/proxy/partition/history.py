@@ -1,4 +1,4 @@
-"""Finds transactions that were settled too long ago to be in memory, by their id in the logs.
+"""Reads settled transactions back from the topics: decision, attempts, places of their records.
 
 Append times cannot be searched: a broker's clock may have been put back, so a later record may have
 an earlier time. The log clock never goes back, and a valid half message is within the dedup window
@@ -10,16 +10,22 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from statistics import median_low
 
-from msgspec import structs
+from msgspec import Struct, field, structs
 
-from txbroker.core.decoding import Malformed, NewerVersion, decode_marker, is_content
+from txbroker.core.decoding import (
+    Malformed,
+    NewerVersion,
+    decode_marker,
+    decode_promoted,
+    is_content,
+)
 from txbroker.core.encoding import ID_HEADER
 from txbroker.core.ledger import Effect, Ledger
 from txbroker.core.lifecycle import PromotionStep, advance
-from txbroker.core.records import Record, State
+from txbroker.core.records import Marker, MarkerKind, Record, State
 from txbroker.core.routing import parse_id
 from txbroker.core.transaction import Transaction
-from txbroker.door.protocols import Log, LogTruncated
+from txbroker.door.protocols import Log, LogTruncated, Targets
 from txbroker.errors import KafkaUnavailable, NotFound, TooOld
 from txbroker.proxy.partition.clock import CLOCKS_APART_MS
 
@@ -48,22 +54,199 @@ async def search(half: Log, op: Log, id: str, dedup_window_ms: int) -> Transacti
     return transaction
 
 
-async def read_verdict(op: Log, transaction: Transaction) -> None:
-    """Add the source and reason of its decision to a settled transaction.
+# --- one that is known ------------------------------------------------------------------------
 
-    The ledger keeps them for the newest ones only. Nothing is added if Kafka does not answer, or no
-    longer keeps the deciding marker.
+
+class Account(Struct):
+    """A transaction, and what the topics show of it.
+
+    Attributes:
+        transaction: as remembered, or as its records show it.
+        markers: the offsets of its markers in the operation topic, by kind, round and number;
+            those of one round have no number, decisions neither.
+        attempts_known: whether it has its attempts; a summary of a settled one has none.
+        read_back: whether facts were read from the topics because memory had lost them.
+        gaps: which facts cannot be shown, and why, as sentences.
     """
+
+    transaction: Transaction
+    attempts_known: bool
+    markers: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    read_back: bool = False
+    gaps: list[str] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing can be added, except the offsets of its markers."""
+        transaction = self.transaction
+        return self.attempts_known and (
+            transaction.state is not State.PROMOTED or not _unplaced(transaction)
+        )
+
+
+def account_of(transaction: Transaction) -> Account:
+    """Return a transaction as it is remembered."""
     verdict = transaction.verdict
-    if verdict.decision is None or verdict.source is not None or verdict.op_offset < 0:
+    return Account(transaction, verdict.decision is None or verdict.source is not None)
+
+
+async def read_markers(account: Account, half: Log, op: Log, window_ms: int) -> None:
+    """Add decision, attempts and the places of all markers, as the logs show them.
+
+    Raises:
+        KafkaUnavailable: Kafka does not answer.
+    """
+    known = account.transaction
+    await _read_verdict(account, op)
+    offsets = range(known.offset, known.offset + len(known.places))
+    records = await half.pick(offsets)
+    ledger = Ledger(parse_id(known.id).partition, window_ms)
+    ledger.half_position, ledger.half_clock_ms = known.offset, known.prepared_at_ms
+    if [record.offset for record in records] != list(offsets):
+        account.gaps.append(
+            "attempts, order key and check policy: retention has deleted its half message"
+        )
         return
-    with suppress(KafkaUnavailable, Malformed, NewerVersion):
-        for record in await op.pick([verdict.op_offset]):
+    for record in records:
+        outcome = ledger.apply_half(record)
+    transaction = outcome.transaction
+    if transaction is None or transaction.id != known.id:
+        account.gaps.append("attempts: another record is in the place of its half message")
+        return
+    try:
+        markers = await _read_attempts(ledger, op, transaction, records[-1].timestamp_ms, known)
+    except LogTruncated:
+        account.gaps.append("attempts: retention has deleted markers of it")
+        return
+    account.markers.update(markers)
+    if not account.attempts_known and transaction.verdict.decision is known.verdict.decision:
+        # Its places have the partitions that were written, its offsets are this owner's.
+        transaction.offsets, transaction.promoted_at_ms = known.offsets, known.promoted_at_ms
+        transaction.instance = known.instance
+        account.transaction, account.attempts_known, account.read_back = transaction, True, True
+
+
+async def _read_verdict(account: Account, op: Log) -> None:
+    """Add the source and reason of the decision, from its marker."""
+    transaction = account.transaction
+    verdict = transaction.verdict
+    if verdict.decision is None:
+        return
+    for record in await op.pick([verdict.op_offset]) if verdict.op_offset >= 0 else ():
+        try:
             marker = decode_marker(record)
-            if marker.id == transaction.id:
+        except (Malformed, NewerVersion):
+            continue
+        if marker.id == transaction.id:
+            account.markers[_place_of(marker)] = record.offset
+            if verdict.source is None:
+                account.read_back = True
                 transaction.verdict = structs.replace(
                     verdict, source=marker.source, by=marker.by, reason=marker.reason
                 )
+            return
+    if verdict.source is None:
+        account.gaps.append("decider and reason: retention has deleted the deciding marker")
+
+
+async def _read_attempts(
+    ledger: Ledger, op: Log, transaction: Transaction, since_ms: int, known: Transaction
+) -> dict[tuple[str, int, int], int]:
+    """Apply the markers up to the decision, or all; return their offsets."""
+    start, end = await op.bounds()
+    if known.verdict.op_offset >= 0:
+        end = min(end, known.verdict.op_offset + 1 + len(known.places))
+    ledger.op_clock_ms = transaction.prepared_at_ms
+    begin = await _first_marker_since(op, start, end, transaction.offset, since_ms)
+    markers: dict[tuple[str, int, int], int] = {}
+    async for record in _markers_of(op, begin, end, transaction.id, ledger):
+        decided = _apply_marker(ledger, record, transaction)
+        with suppress(Malformed, NewerVersion):
+            if not is_content(record):
+                marker = decode_marker(record)
+                markers[_place_of(marker)] = record.offset
+        if decided:
+            break
+    return markers
+
+
+def _place_of(marker: Marker) -> tuple[str, int, int]:
+    if marker.kind in (MarkerKind.COMMIT, MarkerKind.ROLLBACK):
+        return marker.kind, 0, 0
+    alone = marker.kind in (MarkerKind.PARK, MarkerKind.REVIVE)
+    return marker.kind, marker.round, 0 if alone else marker.number
+
+
+def _unplaced(transaction: Transaction) -> set[int]:
+    """Return the numbers of its messages whose offsets are unknown."""
+    known = transaction.offsets
+    return {
+        number
+        for number in range(len(transaction.places))
+        if number >= len(known) or known[number] < 0
+    }
+
+
+async def read_targets(account: Account, targets: Targets, bytes_max: int) -> None:
+    """Add the offsets of a promoted transaction's messages in their targets.
+
+    Args:
+        bytes_max: of keys and values that are read for it.
+    """
+    transaction = account.transaction
+    left = _unplaced(transaction)
+    offsets = [-1 if n in left else transaction.offsets[n] for n in range(len(transaction.places))]
+    by_place: dict[tuple[str, int], set[int]] = {}
+    for number in left:
+        place = transaction.places[number]
+        by_place.setdefault((place.topic, place.partition), set()).add(number)
+    for (topic, partition), numbers in by_place.items():
+        times_ms = [transaction.verdict.at_ms]
+        for number in numbers:
+            stamp_ms = transaction.messages[number].timestamp_ms
+            times_ms += [] if stamp_ms is None else [stamp_ms]
+        # The clocks of two brokers differ a little, where a target has the append time.
+        since_ms = max(0, min(times_ms) - CLOCKS_APART_MS)
+        records = targets.records(topic, partition, since_ms=since_ms)
+        try:
+            bytes_max, why = await _find_promoted(
+                records, transaction.id, numbers, offsets, bytes_max
+            )
+        except (KafkaUnavailable, LogTruncated) as error:
+            why = str(error)
+        if why:
+            account.gaps.append(f"offset in {topic}/{partition}: {why}")
+    account.read_back = account.read_back or any(offsets[number] >= 0 for number in left)
+    transaction.offsets = tuple(offsets)
+
+
+async def _find_promoted(
+    records: AsyncIterator[Sequence[Record]],
+    id: str,
+    numbers: set[int],
+    offsets: list[int],
+    bytes_left: int,
+) -> tuple[int, str]:
+    """Set the offsets of these messages; return the bytes left, and why some were not found."""
+    left, count = set(numbers), 0
+    async for piece in records:
+        for record in piece:
+            count += 1
+            bytes_left -= len(record.key or b"") + len(record.value or b"")
+            promoted = decode_promoted(record)
+            if promoted is not None and promoted.id == id and promoted.sequence in left:
+                offsets[promoted.sequence] = record.offset
+                left.discard(promoted.sequence)
+        if not left:
+            return bytes_left, ""
+        if bytes_left < 0:
+            return bytes_left, (
+                f"not among the first {count} records since its decision; `txbroker tx trace` "
+                "reads further"
+            )
+    return bytes_left, (
+        f"not among the {count} records since its decision: retention or compaction has deleted it"
+    )
 
 
 # --- the half message ------------------------------------------------------------------------
@@ -75,7 +258,7 @@ async def _prepared(half: Log, id: str, window_ms: int) -> tuple[Ledger, Transac
     parts = parse_id(id)
     begin = start
     for margin_ms in (NEAR_MS, window_ms):
-        begin = await _first_since(half, start, end, parts.time_ms - 2 * margin_ms)
+        begin = await first_since(half, start, end, parts.time_ms - 2 * margin_ms)
         async for records, clock_ms in _until(half, begin, end, parts.time_ms, margin_ms):
             for number, record in enumerate(records):
                 if _half_id(record) != id:
@@ -99,7 +282,7 @@ async def _prepared(half: Log, id: str, window_ms: int) -> tuple[Ledger, Transac
     raise NotFound(id=id)
 
 
-async def _first_since(half: Log, start: int, end: int, time_ms: int) -> int:
+async def first_since(half: Log, start: int, end: int, time_ms: int) -> int:
     """Return an offset below which all ids are earlier than `time_ms`, by binary search."""
     first = start
     while first < end:
@@ -159,14 +342,21 @@ async def _decided(ledger: Ledger, op: Log, transaction: Transaction, since_ms: 
     # If that was misled, from the start: there is a marker, unless retention deleted it.
     for first in dict.fromkeys((begin, start)):
         async for record in _markers_of(op, first, end, transaction.id, ledger):
-            ledger.op_position = record.offset
-            outcome = ledger.apply_op(record)
-            if outcome.effect is Effect.APPLIED and transaction.verdict.decision is not None:
-                if transaction.state is State.COMMITTED:
-                    # Committed and not in the owner's ledger: it was promoted.
-                    advance(transaction, PromotionStep.PROMOTE)
+            if _apply_marker(ledger, record, transaction):
                 return
     raise TooOld("its deciding marker was deleted by retention", id=transaction.id)
+
+
+def _apply_marker(ledger: Ledger, record: Record, transaction: Transaction) -> bool:
+    """Apply a record of the operation topic; return whether the transaction is decided now."""
+    ledger.op_position = record.offset
+    outcome = ledger.apply_op(record)
+    if outcome.effect is not Effect.APPLIED or transaction.verdict.decision is None:
+        return False
+    if transaction.state is State.COMMITTED:
+        # Committed and not in the owner's ledger: it was promoted.
+        advance(transaction, PromotionStep.PROMOTE)
+    return True
 
 
 async def _first_marker_since(op: Log, start: int, end: int, half: int, since_ms: int) -> int:

@@ -18,6 +18,7 @@ from txbroker.core.records import (
 )
 from txbroker.core.routing import parse_id
 from txbroker.core.settled import ShareUse, share_max
+from txbroker.core.terms import Terms
 from txbroker.core.transaction import Transaction, fingerprint, same_contents
 from txbroker.door.protocols import LogTruncated
 from txbroker.errors import (
@@ -33,23 +34,33 @@ from txbroker.errors import (
     Overloaded,
     OwnerUnavailable,
     RequestError,
+    TooOld,
     WrongGroup,
 )
 from txbroker.failpoints import failpoint
 from txbroker.proxy.partition.appender import Appender, Applied, Priority
-from txbroker.proxy.partition.body_cache import lost_cause
+from txbroker.proxy.partition.body_cache import BodyCache, lost_cause
 from txbroker.proxy.partition.context import PartitionContext
-from txbroker.proxy.partition.history import read_verdict, search
+from txbroker.proxy.partition.history import (
+    Account,
+    account_of,
+    read_markers,
+    read_targets,
+    search,
+)
 from txbroker.proxy.partition.promoter import Promoter
+from txbroker.proxy.partition.scan import DONE, Cursor, ScanPage, search_half, search_memory
 
-VERDICT_S = 1.0
-"""Maximum time to read who decided a settled transaction, seconds; then it is shown without."""
+READ_BACK_S, READ_BACK_BYTES = 1.0, 8 << 20
+TRACE_S, TRACE_BYTES = 20.0, 512 << 20
+"""Maximum time to read a settled transaction back, seconds, and bytes read in its targets; then it
+is shown without the rest."""
 _KINDS = {
     Decision.COMMIT: MarkerKind.COMMIT,
     Decision.ROLLBACK: MarkerKind.ROLLBACK,
 }
-VERDICTS_MAX = 8
-"""Maximum number of such reads at a time; each fetches a batch of the operation topic."""
+READ_BACK_MAX = 8
+"""Transactions that are read back at a time."""
 
 
 class PartitionApi:
@@ -71,7 +82,8 @@ class PartitionApi:
         # Prepares in flight to the half topic, by share.
         self._preparing = ShareUse()
         self._searching = asyncio.Semaphore()
-        self._reading_verdicts = asyncio.Semaphore(VERDICTS_MAX)
+        self._scanning = asyncio.Semaphore()
+        self._reading_back = asyncio.Semaphore(READ_BACK_MAX)
 
     def _check_open(self, id: str) -> None:
         if not self._context.gate.is_set():
@@ -275,26 +287,76 @@ class PartitionApi:
             transaction = self._ledger.index.get(id)
         return transaction or await self._settled_before(id)
 
-    async def find(self, id: str) -> Transaction:
-        """Return a transaction as `get` does, with the source and reason of its decision."""
-        transaction = await self.get(id)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(VERDICT_S), self._reading_verdicts:
-                await read_verdict(self._logs[1], transaction)
-        return transaction
+    async def find(self, id: str, *, trace: bool = False) -> Account:
+        """Return a transaction as `get` does, with what its records show beyond memory.
 
-    async def _settled_before(self, id: str) -> Transaction:
-        """Find a settled transaction that the ledger has forgotten in the logs."""
+        Args:
+            trace: read the offsets of its markers, and read for longer.
+        """
+        account = account_of(await self.get(id))
+        if account.is_whole and not trace:
+            return account
+        limit_s = TRACE_S if trace else READ_BACK_S
+        try:
+            async with asyncio.timeout(limit_s), self._reading_back:
+                await read_markers(account, *self._logs, self._settings.dedup_window_ms)
+                if account.transaction.state is State.PROMOTED:
+                    await read_targets(
+                        account, self._context.targets, TRACE_BYTES if trace else READ_BACK_BYTES
+                    )
+        except TimeoutError:
+            more = "" if trace else "; `txbroker tx trace` reads longer"
+            account.gaps.append(f"facts that were not read within {limit_s:g} s{more}")
+        except KafkaUnavailable as error:
+            account.gaps.append(f"facts that Kafka does not return now: {error}")
+        return account
+
+    async def _settled_before(self, id: str, *, wait: bool = False) -> Transaction:
+        """Find a settled transaction that the ledger has forgotten in the logs.
+
+        Args:
+            wait: for another such search, instead of raising `Overloaded`.
+        """
         window_ms = self._settings.dedup_window_ms
         if abs(self._id_clock.now_ms() - parse_id(id).time_ms) <= window_ms:
             raise NotFound(id=id)
-        if self._searching.locked():
+        if self._searching.locked() and not wait:
             raise Overloaded("another transaction is being looked up in the log: retry", id=id)
         async with self._searching:
             try:
                 return await search(*self._logs, id, window_ms)
             except KafkaUnavailable as error:
                 raise OwnerUnavailable(str(error), id=id) from None
+
+    async def scan(
+        self, terms: Terms, cursor: Cursor, bodies: BodyCache
+    ) -> tuple[ScanPage, list[Transaction]]:
+        """Return a page of a search, and its transactions.
+
+        Raises:
+            OwnerUnavailable: Kafka does not answer.
+        """
+        # One page at a time: searches share a bounded part of the event loop.
+        async with self._scanning:
+            try:
+                if cursor.seen < DONE:
+                    page = await search_memory(self._ledger.index.by_offset, bodies, terms, cursor)
+                else:
+                    page = await search_half(self._logs[0], terms, cursor)
+            except KafkaUnavailable as error:
+                raise OwnerUnavailable(str(error)) from None
+            found: list[Transaction] = []
+            for id in page.ids:
+                # A record whose transaction is void, or cannot be judged any more, is none.
+                with suppress(NotFound, TooOld):
+                    transaction = self._ledger.index.get(id)
+                    transaction = transaction or await self._settled_before(id, wait=True)
+                    if terms.needs_first_record and cursor.seen == DONE:
+                        transaction = (await self.find(id)).transaction
+                        if not terms.match(transaction, keys=False):
+                            continue
+                    found.append(transaction)
+            return page, found
 
     async def decide(self, requests: Sequence[DecideRequest]) -> list[Answer]:
         """Write deciding markers; return when the ledger has applied them.

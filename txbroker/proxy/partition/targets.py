@@ -1,6 +1,6 @@
 """Target topics: whether they accept a message, and which partition a message goes to."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from msgspec import structs
@@ -8,7 +8,7 @@ from msgspec import structs
 from txbroker import tracing
 from txbroker.batching import Sticky
 from txbroker.core.encoding import BATCH_OVERHEAD_BYTES, bytes_in_batch
-from txbroker.core.records import Cause, Message, Place
+from txbroker.core.records import Cause, Message, Place, Record
 from txbroker.core.routing import murmur2
 from txbroker.core.transaction import places_of
 from txbroker.door.protocols import TargetFacts, Targets
@@ -48,6 +48,11 @@ class PermittedTargets(Targets):
 
     def forget(self, topic: str) -> None:
         self._inner.forget(topic)
+
+    def records(
+        self, topic: str, partition: int, *, start: int | None = None, since_ms: int = 0
+    ) -> AsyncIterator[Sequence[Record]]:
+        return self._inner.records(topic, partition, start=start, since_ms=since_ms)
 
     def _refused(self, topic: str) -> Cause | None:
         if topic in KAFKA_TOPICS:

@@ -1,0 +1,168 @@
+"""Scans one half partition for a search: its unsettled transactions, then the half topic.
+
+The half topic is read in blocks, from its end to its start, because the newest transactions are
+asked about most. A page reads a bounded part, and its cursor says where the next one begins, so a
+client can stop at any time, and a scan holds nothing in between.
+"""
+
+import time
+from typing import NamedTuple
+
+from txbroker.core.index import OffsetIndex
+from txbroker.core.routing import TIME_MAX_MS
+from txbroker.core.terms import Terms
+from txbroker.core.transaction import Transaction
+from txbroker.door.protocols import Log, LogTruncated
+from txbroker.errors import BadRequest
+from txbroker.proxy.partition.body_cache import BodyCache
+from txbroker.proxy.partition.clock import Yielder
+from txbroker.proxy.partition.history import NEAR_MS, first_since
+
+MATCHES_MAX = 20
+"""Transactions on one page."""
+PAGE_S, PAGE_BYTES = 0.5, 16 << 20
+"""The time and the bytes of keys and values that one page takes, about."""
+BLOCK = 20_000
+"""Records of a block."""
+_SLICE = 1000
+_OFFSET_MAX = 1 << 63
+
+
+class Cursor(NamedTuple):
+    """Where the next page of a half partition begins.
+
+    Attributes:
+        seen: the half offset up to which memory was searched; -1: it begins; `DONE`: all of it.
+        begin, end: the offsets of the half topic that are searched.
+        before: the end of the block that is read.
+        at: the next offset in it.
+    """
+
+    seen: int = -1
+    begin: int = -1
+    end: int = -1
+    before: int = -1
+    at: int = -1
+
+    def encode(self) -> str:
+        """Return it as text."""
+        return ".".join(map(str, self))
+
+    @property
+    def done(self) -> float:
+        """The part of the half topic that is read, from 0 to 1."""
+        length = self.end - self.begin
+        if self.begin < 0 or length <= 0:
+            return 0.0
+        in_block = max(0, self.at - max(self.begin, self.before - BLOCK))
+        return min(1.0, (self.end - self.before + in_block) / length)
+
+
+DONE = _OFFSET_MAX
+"""Memory is searched."""
+
+
+def decode_cursor(text: str) -> Cursor:
+    """Return a cursor from its text; "" is where a partition begins.
+
+    Raises:
+        BadRequest: it is none.
+    """
+    if not text:
+        return Cursor()
+    try:
+        cursor = Cursor(*map(int, text.split(".")))
+        valid = text == cursor.encode() and all(-1 <= part <= _OFFSET_MAX for part in cursor)
+    except (ValueError, TypeError):
+        valid = False
+    if not valid:
+        raise BadRequest(
+            "cursor is invalid: pass next_cursor of the last page unchanged, or leave it out",
+            path="cursor",
+        )
+    return cursor
+
+
+class ScanPage(NamedTuple):
+    """The ids found, newest first, how many records were read, and where the next page begins."""
+
+    ids: list[str]
+    records: int = 0
+    next: Cursor | None = None
+
+
+async def search_memory(
+    index: OffsetIndex, bodies: BodyCache, terms: Terms, cursor: Cursor
+) -> ScanPage:
+    """Return a page of matching unsettled transactions."""
+    ids: list[str] = []
+    seen, yielder = cursor.seen, Yielder()
+    while rows := index.after(seen, _SLICE):
+        for transaction in rows:
+            seen = transaction.offset
+            if terms.match(transaction) and await _match_messages(transaction, bodies, terms):
+                ids.append(transaction.id)
+                if len(ids) == MATCHES_MAX:
+                    return ScanPage(ids, 0, Cursor(seen))
+        await yielder.step()
+    return ScanPage(ids, 0, Cursor(DONE))
+
+
+async def _match_messages(transaction: Transaction, bodies: BodyCache, terms: Terms) -> bool:
+    if terms.key is not None and not transaction.has_bodies:
+        # Few get here: the marks of their keys match.
+        await bodies.show(transaction)
+    if not transaction.has_bodies:
+        # The half topic, which is read afterwards, has the others.
+        return terms.header is None and terms.key is None
+    return terms.match_messages(transaction.messages)
+
+
+async def search_half(half: Log, terms: Terms, cursor: Cursor) -> ScanPage:
+    """Return a page of matching transactions of the half topic, settled ones too.
+
+    Raises:
+        KafkaUnavailable: Kafka does not answer.
+    """
+    begin, end, before, at = cursor[1:]
+    if begin < 0:
+        begin, end = await _bounds(half, terms)
+        before, at = end, -1
+    start, stop = await half.bounds(confirmed=False)
+    begin, before = max(begin, start), min(before, stop)
+    block = max(begin, before - BLOCK)
+    at = min(max(at, block), before)
+    found: dict[str, None] = {}
+    count = size = 0
+    deadline_s = time.monotonic() + PAGE_S
+    try:
+        async for records in half.read(at, before):
+            for record in records:
+                at, count = record.offset + 1, count + 1
+                size += len(record.key or b"") + len(record.value or b"")
+                id = terms.match_record(record)
+                if id is not None:
+                    found[id] = None
+                    if len(found) == MATCHES_MAX:
+                        break
+            if len(found) == MATCHES_MAX or size > PAGE_BYTES or time.monotonic() > deadline_s:
+                break
+        else:
+            at = before
+    except LogTruncated:
+        begin = before  # retention has deleted what was to be read, and all before it
+    if at >= before:
+        before, at = block, -1
+    following = Cursor(DONE, begin, end, before, at) if before > begin else None
+    return ScanPage(list(reversed(found)), count, following)
+
+
+async def _bounds(half: Log, terms: Terms) -> tuple[int, int]:
+    """Return the offsets between which the transactions of these terms are."""
+    start, end = await half.bounds()
+    first_ms, last_ms = terms.times(NEAR_MS)
+    if first_ms > 0:
+        start = await first_since(half, start, end, first_ms)
+    if last_ms < TIME_MAX_MS:
+        end = await first_since(half, start, end, last_ms)
+    return start, end
