@@ -240,7 +240,7 @@ def _load(path: Path) -> tuple[str, dict[str, Context]]:
                     f"check its content, then `chmod 600 {path}`"
                 )
             return _decode(json.loads(file.read(_FILE_BYTES_MAX)))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return "", {}
     except OSError as error:
         raise click.UsageError(f"{path} cannot be read: {error.strerror}") from None
@@ -277,14 +277,14 @@ _TLS = (
     TableColumn("CLIENT KEY FILE", lambda row: row["client_key_file"], wide=True),
 )
 COLUMNS = (
-    TableColumn("CURRENT", lambda row: "*" if row["current"] else " "),
-    TableColumn("NAME", lambda row: row["name"]),
-    TableColumn("URL", lambda row: row["url"]),
+    TableColumn("CURRENT", lambda row: "*" if row["current"] else " ", rank=1),
+    TableColumn("NAME", lambda row: row["name"], keep=True),
+    TableColumn("URL", lambda row: row["url"], keep=True),
     TableColumn("TOKEN FILE", lambda row: row["token_file"]),
     *_TLS,
 )
 CHOSEN = (
-    TableColumn("URL", lambda row: row["url"]),
+    TableColumn("URL", lambda row: row["url"], keep=True),
     TableColumn("TOKEN FILE", lambda row: row["token_file"]),
     *_TLS,
     TableColumn("CONTEXT", lambda row: row["context"]),

@@ -15,22 +15,29 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 def env_option(
-    name: str, text: str, *, param: str = "", shown: str = "", prefix: str = "", **attributes: Any
+    name: str,
+    text: str,
+    *others: str,
+    param: str = "",
+    shown: str = "",
+    prefix: str = "",
+    **attributes: Any,
 ) -> Callable[[F], F]:
     """Return the decorator of an option with an environment variable.
 
     Args:
         name: `--name` or `--name/--no-name`; the variable is TXBROKER_, `prefix` and NAME.
         text: the help without variable and default.
+        others: further names, such as `-n`.
         param: the function's parameter, if its name differs.
         shown: the default in the help, if it differs.
     """
     variable = f"TXBROKER_{prefix}{name.partition('/')[0][2:].replace('-', '_').upper()}"
     default = attributes.get("default")
-    if not shown and default not in (None, ""):
+    if not shown and default not in (None, "", False):
         shown = f"{default:g}" if isinstance(default, float) else str(default)
     note = f"[env: {variable}{f'; default: {shown}' if shown else ''}]"
-    names = (name, param) if param else (name,)
+    names = (*others, name, param) if param else (*others, name)
     return click.option(*names, envvar=variable, help=f"{text} {note}", **attributes)
 
 
@@ -45,11 +52,8 @@ def with_options(*options: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
-def yes_option(function: F) -> F:
-    """Give a command `--yes`."""
-    return click.option(
-        "-y", "--yes", is_flag=True, envvar="TXBROKER_YES", help="Do not ask for confirmation."
-    )(function)
+yes_option = env_option("--yes", "Do not ask for confirmation.", "-y", is_flag=True)
+"""Gives a command `--yes`."""
 
 
 def reason_option(*, required: bool = False) -> Callable[[F], F]:

@@ -1,5 +1,7 @@
-"""Output: rows to stdout as a table, wide table, JSON or YAML; files that are replaced whole."""
+"""Output: rows to stdout as a table, CSV, JSON or YAML; files that are replaced whole."""
 
+import csv
+import io
 import json
 import os
 import re
@@ -13,6 +15,9 @@ from typing import Any, NamedTuple, TextIO, TypeVar
 
 import click
 
+from txbroker.cli.options import env_option, with_options
+from txbroker.cli.run import in_ascii, is_utf8
+
 F = TypeVar("F", bound=Callable[..., Any])
 Row = dict[str, Any]
 
@@ -21,109 +26,245 @@ _PLAIN_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _WORDS = frozenset({"true", "false", "null", "yes", "no", "on", "off", "y", "n"})
 _UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 _GAP = 2
-_CUT_MIN = 5
-"""The least width of a shortened column: four characters and an ellipsis."""
-_WIDTH_OF_FILES = 100_000
-"""A table in a file or pipe is not shortened: programs need whole values."""
+_TEXT_MIN = 12
+"""The least width of free text; below it the column is left out."""
+_WIDTH_DEFAULT = 80
+_COLUMNS_KEY = f"{__name__}.columns"
 
 
 class TableColumn(NamedTuple):
     """A column of a table.
 
     Attributes:
-        title: its heading.
+        title: its heading; `--columns` takes it in any case, with `_` or `-` for spaces.
         value: returns a row's value.
-        wide: only `-o wide` shows it.
-        keep: never shortened on a narrow terminal, because shortened ids and numbers mislead.
+        wide: only `-o wide` and CSV show it.
+        keep: identifies the row, so a narrow terminal neither leaves it out nor shortens it.
+        rank: of the others, a narrow terminal leaves out those of the greatest rank first; of
+            equal ones, the last.
+        text: free text, which may be shortened. Names and numbers never are, as that misleads.
     """
 
     title: str
     value: Callable[[Row], object]
     wide: bool = False
     keep: bool = False
+    rank: int = 2
+    text: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name in `--columns`, CSV and JSON."""
+        return self.title.lower().replace(" ", "_")
+
+
+class FittedTable(NamedTuple):
+    """A table for the width of a terminal: its lines, and the columns that were left out."""
+
+    lines: list[str]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def note(self) -> str:
+        """Which columns are missing, and how to see them; "" if none."""
+        if not self.left_out:
+            return ""
+        missing = ", ".join(self.left_out)
+        return f"Left out on this narrow terminal: {missing}. -o wide or --columns shows them."
+
+
+def _format_option(formats: Sequence[str]) -> Callable[[F], F]:
+    return env_option(
+        "--output", "Output format.", "-o", type=click.Choice(formats), default="table"
+    )
+
+
+object_output_option = _format_option(("table", "wide", "json", "yaml"))
+"""Gives a command that shows one nested object `-o`."""
 
 
 def output_option(function: F) -> F:
-    """Give a command `-o`."""
-    return click.option(
-        "-o",
-        "--output",
-        type=click.Choice(["table", "wide", "json", "yaml"]),
-        default="table",
-        envvar="TXBROKER_OUTPUT",
-        help="Output format. [env: TXBROKER_OUTPUT; default: table]",
+    """Give a command that shows rows `-o` and `--columns`; `show_rows` follows both."""
+
+    def keep(context: click.Context, _: click.Parameter, text: str | None) -> None:
+        names = [part.strip() for part in (text or "").split(",") if part.strip()]
+        context.meta[_COLUMNS_KEY] = [re.sub("[- ]", "_", name.lower()) for name in names]
+
+    return with_options(
+        _format_option(("table", "wide", "json", "yaml", "ndjson", "csv")),
+        click.option(
+            "--columns",
+            metavar="A,B,…",
+            expose_value=False,
+            callback=keep,
+            help="Show these columns, in this order and whole.",
+        ),
     )(function)
 
 
 def show_rows(rows: Sequence[Row], columns: Sequence[TableColumn], output: str, empty: str) -> None:
     """Write rows to stdout; in place of an empty table, write `empty` to stderr."""
     if output in ("json", "yaml"):
-        show_data(list(rows), output)
-    elif not rows:
+        show_data([chosen_fields(row, columns) for row in rows], output)
+    elif output not in ("ndjson", "csv") and not rows:
         click.echo(empty, err=True)
     else:
-        click.echo("\n".join(table(rows, shown_columns(columns, output), sys.stdout)))
+        shown = row_lines(rows, columns, output)
+        if shown.lines:
+            click.echo("\n".join(shown.lines))
+        if shown.note:
+            click.echo(shown.note, err=True)
 
 
 def show_one(row: Row, columns: Sequence[TableColumn], output: str) -> None:
-    """Write one row to stdout: as a table of one row, or as a JSON or YAML object."""
+    """Write one row to stdout: as rows, or as a JSON or YAML object."""
     if output in ("json", "yaml"):
-        show_data(row, output)
+        show_data(chosen_fields(row, columns), output)
     else:
         show_rows([row], columns, output, "")
 
 
+def row_lines(
+    rows: Sequence[Row], columns: Sequence[TableColumn], output: str, *, titles: bool = True
+) -> FittedTable:
+    """Return the lines of rows, for output that continues; JSON is a line for each row.
+
+    Args:
+        titles: whether a table or CSV begins with its titles.
+    """
+    shown = shown_columns(columns, output)
+    if output in ("json", "ndjson"):
+        return FittedTable([json_text(chosen_fields(row, columns)) for row in rows])
+    if output == "yaml":
+        data = [chosen_fields(row, columns) for row in rows]
+        return FittedTable([line for row in data for line in ("---", *yaml_lines(row))])
+    if output == "csv":
+        written = io.StringIO()
+        writer = csv.writer(written, lineterminator="\n")
+        if titles:
+            writer.writerow([column.name for column in shown])
+        writer.writerows([column.value(row) for column in shown] for row in rows)
+        return FittedTable(written.getvalue().rstrip("\n").split("\n") if rows or titles else [])
+    fit = output == "table" and not _asked_columns()
+    return table(rows, shown, sys.stdout, fit=fit, titles=titles)
+
+
 def shown_columns(columns: Sequence[TableColumn], output: str) -> list[TableColumn]:
-    """Return the columns of a table in this format."""
-    return [column for column in columns if output == "wide" or not column.wide]
+    """Return the columns to show in this format: those of `--columns`, if it is given."""
+    asked = _asked_columns()
+    if not asked:
+        return [column for column in columns if output in ("wide", "csv") or not column.wide]
+    by_name = {column.name: column for column in columns}
+    unknown = [name for name in asked if name not in by_name]
+    if unknown:
+        known = ", ".join(by_name)
+        raise click.UsageError(f"--columns: there is no column {unknown[0]!r}; there are {known}")
+    return [by_name[name] for name in asked]
+
+
+def chosen_fields(row: Row, columns: Sequence[TableColumn]) -> Row:
+    """Return a row's data for JSON and YAML: whole, or the columns of `--columns`."""
+    if not _asked_columns():
+        return row
+    return {column.name: column.value(row) for column in shown_columns(columns, "json")}
+
+
+def _asked_columns() -> list[str]:
+    context = click.get_current_context(silent=True)
+    return [] if context is None else context.meta.get(_COLUMNS_KEY, [])
 
 
 def show_data(data: Any, output: str) -> None:
     """Write data to stdout, as JSON or YAML."""
-    if output == "yaml":
-        click.echo("\n".join(yaml_lines(data)))
-    else:
-        click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+    click.echo("\n".join(yaml_lines(data)) if output == "yaml" else json_text(data, indent=2))
 
 
-def table(rows: Sequence[Row], columns: Sequence[TableColumn], stream: TextIO) -> list[str]:
-    """Return the lines of a table, fitted to the terminal of `stream`; none without rows."""
+def json_text(data: Any, indent: int | None = None) -> str:
+    """Return JSON that stdout's encoding can represent."""
+    return json.dumps(data, indent=indent, ensure_ascii=not is_utf8(sys.stdout))
+
+
+def table(
+    rows: Sequence[Row],
+    columns: Sequence[TableColumn],
+    stream: TextIO,
+    *,
+    fit: bool = True,
+    titles: bool = True,
+) -> FittedTable:
+    """Return a table for the terminal of `stream`; no lines without rows.
+
+    Args:
+        fit: leave out columns and shorten free text where the terminal is narrow.
+    """
     if not rows:
-        return []
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+        return FittedTable([])
+    from rich.cells import cell_len, set_cell_size
 
-    console = Console(soft_wrap=False, file=stream)
-    if not stream.isatty() and "COLUMNS" not in os.environ:
-        console.width = _WIDTH_OF_FILES
-    cells = [[Text(cell(column.value(row))) for column in columns] for row in rows]
-    full_widths = [
-        max(len(column.title), *(text.cell_len for text in texts))
-        for column, texts in zip(columns, zip(*cells, strict=True), strict=True)
-    ]
-    rendered = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
-    for column, width in zip(columns, _widths(columns, full_widths, console.width), strict=True):
-        rendered.add_column(column.title, no_wrap=True, overflow="ellipsis", width=width)
-    for line in cells:
-        rendered.add_row(*line)
-    with console.capture() as capture:
-        console.print(rendered)
-    return [line.rstrip() for line in capture.get().splitlines()]
+    suited = str if is_utf8(stream) else in_ascii
+    cells = {column: [suited(cell(column.value(row))) for row in rows] for column in columns}
+    widths = {c: max(cell_len(c.title), *map(cell_len, cells[c])) for c in columns}
+    left_out = _fit(widths, width_of(stream)) if fit else ()
+    heading = [f"{column.title:<{width}}" for column, width in widths.items()]
+    lines = []
+    if titles:
+        bold = click.style((" " * _GAP).join(heading).rstrip(), bold=True)
+        lines.append(bold if has_colours(stream) else click.unstyle(bold))
+    more = suited("…")
+    for number in range(len(rows)):
+        parts = []
+        for column, width in widths.items():
+            text = cells[column][number]
+            if cell_len(text) > width:
+                text = set_cell_size(text, width - len(more)) + more
+            parts.append(set_cell_size(text, width))
+        lines.append((" " * _GAP).join(parts).rstrip())
+    return FittedTable(lines, left_out)
 
 
-def _widths(columns: Sequence[TableColumn], full_widths: Sequence[int], total: int) -> list[int]:
-    """Return the columns' widths: to fit `total`, the widest column that may be cut shrinks."""
-    widths = list(full_widths)
-    may_shrink = [number for number, column in enumerate(columns) if not column.keep]
-    excess = sum(widths) + _GAP * (len(widths) - 1) - total
-    while excess > 0 and may_shrink:
-        widest = max(may_shrink, key=lambda number: widths[number])
-        if widths[widest] <= _CUT_MIN:
+def _fit(widths: dict[TableColumn, int], total: int) -> tuple[str, ...]:
+    """Reduce the widths of columns to `total`; return the titles of those that were removed."""
+
+    def excess(least: Callable[[TableColumn], int]) -> int:
+        return sum(map(least, widths)) + _GAP * (len(widths) - 1) - total
+
+    def least_width(column: TableColumn) -> int:
+        return min(widths[column], _TEXT_MIN) if column.text else widths[column]
+
+    left_out = []
+    while excess(least_width) > 0:
+        order = [column for column in widths if not column.keep]
+        if not order:
             break
-        widths[widest] -= 1
-        excess -= 1
-    return widths
+        ranked = max(enumerate(order), key=lambda each: (each[1].rank, each[0]))[1]
+        del widths[ranked]
+        left_out.append(ranked.title)
+    while (over := excess(widths.__getitem__)) > 0:
+        texts = [column for column in widths if least_width(column) < widths[column]]
+        if not texts:
+            break
+        widest = max(texts, key=widths.__getitem__)
+        widths[widest] -= min(over, widths[widest] - least_width(widest))
+    return tuple(left_out)
+
+
+def width_of(stream: TextIO) -> int:
+    """Return the width of a stream's terminal; a file or pipe takes whole rows."""
+    given = os.environ.get("COLUMNS", "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    if not stream.isatty():
+        return sys.maxsize
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _WIDTH_DEFAULT
+    except OSError:
+        return _WIDTH_DEFAULT
+
+
+def has_colours(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that shows colours and bold text."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return stream.isatty() and not plain
 
 
 def cell(value: object) -> str:

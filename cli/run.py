@@ -1,12 +1,14 @@
 """Running a command line: exit codes, and one-sentence errors in place of tracebacks."""
 
+import codecs
 import difflib
+import io
 import os
 import sys
 import traceback
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 import click
 
@@ -29,8 +31,66 @@ class PartlyDone(click.ClickException):
     exit_code = PARTLY
 
 
+_TYPOGRAPHIC = str.maketrans({"…": "...", "–": "-", "—": "-", "→": "->", "·": "-", "×": "x"})
+_C_LOCALES = ("", "C", "POSIX")
+_ASCII = "txbroker_ascii"
+
+
+def is_utf8(stream: TextIO) -> bool:
+    """Return whether a stream can represent every character."""
+    return (stream.encoding or "utf-8").lower().replace("-", "").startswith("utf")
+
+
+def in_ascii(text: str) -> str:
+    """Return text in ASCII: our own signs replaced by similar ones, other characters escaped."""
+    return text.translate(_TYPOGRAPHIC).encode("ascii", "backslashreplace").decode()
+
+
+def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Replace what an encoding lacks."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return in_ascii(error.object[error.start : error.end]), error.end
+
+
+def _ascii_codec(name: str) -> codecs.CodecInfo | None:
+    """Return ASCII by another name: click writes UTF-8 to a stream whose encoding is ASCII."""
+    if name != _ASCII:
+        return None
+    plain = codecs.lookup("ascii")
+    return codecs.CodecInfo(
+        plain.encode,
+        plain.decode,
+        plain.streamreader,
+        plain.streamwriter,
+        plain.incrementalencoder,
+        plain.incrementaldecoder,
+        name,
+    )
+
+
+def _suit_terminal() -> None:
+    """Write only what stdout and stderr can show.
+
+    In the C locale Python writes UTF-8, and sets LC_CTYPE accordingly; a terminal shows ASCII.
+    """
+    codecs.register_error("txbroker.plain", _replaced)
+    codecs.register(_ascii_codec)
+    environ = os.environ.get
+    ctype = environ("LC_CTYPE", "").replace("C.UTF-8", "")
+    ascii_only = (environ("LC_ALL") or ctype or environ("LANG") or "") in _C_LOCALES
+    for stream in (sys.stdout, sys.stderr):
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        if (ascii_only and stream.isatty()) or codecs.lookup(stream.encoding).name == "ascii":
+            stream.reconfigure(encoding=_ASCII, errors="txbroker.plain")
+        elif not is_utf8(stream):
+            stream.reconfigure(errors="txbroker.plain")
+
+
 def run(cli: click.Command, arguments: Sequence[str]) -> int:
     """Run a command line and return its exit code; never raises."""
+    _suit_terminal()
     debug = "--debug" in arguments or bool(os.environ.get("TXBROKER_DEBUG"))
     try:
         code = cli.main(args=list(arguments), prog_name="txbroker", standalone_mode=False)

@@ -1,6 +1,6 @@
 """Repeated queries: a redrawn screen, or a line for each new or changed row."""
 
-import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from txbroker.cli.client import ApiError
-from txbroker.cli.output import Row, TableColumn, printable, shown_columns, table, yaml_lines
+from txbroker.cli.output import Row, TableColumn, printable, row_lines
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -47,30 +47,31 @@ def watch_rows(
 
     Only the first query's failure ends this; later ones are shown, and the query is repeated.
     """
-    if output in ("table", "wide") and sys.stdout.isatty():
-        _draw_rows(query, shown_columns(columns, output), every_s)
+    if draws(output):
+        _draw_rows(query, columns, output, every_s)
     titles, known = True, set[object]()
     for rows in _with_errors_shown(_repeat(query, every_s)):
         fresh = [row for row in rows if key(row) not in known]
         known = {key(row) for row in rows}
-        if output == "json":
-            lines = [json.dumps(row, ensure_ascii=False) for row in fresh]
-        elif output == "yaml":
-            lines = [line for row in fresh for line in ("---", *yaml_lines(row))]
-        else:
-            lines = table(fresh, shown_columns(columns, output), sys.stdout)[not titles :]
-            titles = titles and not fresh
         if fresh:
-            click.echo("\n".join(lines))
+            click.echo("\n".join(row_lines(fresh, columns, output, titles=titles).lines))
             sys.stdout.flush()
+            titles = False
     raise AssertionError
 
 
+def draws(output: str) -> bool:
+    """Return whether output in this format redraws the terminal."""
+    able = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return output in ("table", "wide") and able
+
+
 def _draw_rows(
-    query: Callable[[], list[Row]], columns: Sequence[TableColumn], every_s: float
+    query: Callable[[], list[Row]], columns: Sequence[TableColumn], output: str, every_s: float
 ) -> NoReturn:
     def lines(rows: list[Row]) -> list[str]:
-        return [f"{len(rows):,} listed", "", *table(rows, columns, sys.stdout)]
+        shown = row_lines(rows, columns, output)
+        return [f"{len(rows):,} listed. {shown.note}", "", *shown.lines]
 
     draw_again(query, lines, every_s)
 
@@ -132,11 +133,15 @@ def _screen() -> Iterator[Draw]:
     with Live(console=console, screen=True, auto_refresh=False) as live:
 
         def draw(lines: Sequence[str]) -> None:
-            fitting = list(lines[: console.height])
-            if len(lines) > console.height:
-                fitting[-1] = f"… {len(lines) - console.height + 1} more lines"
-            # A table has escape sequences for its bold titles.
-            text = Text("\n", no_wrap=True, overflow="ellipsis").join(map(Text.from_ansi, fitting))
-            live.update(text, refresh=True)
+            # A table has escape sequences for its bold titles; what is too long is folded.
+            texts = [Text.from_ansi(line, overflow="fold") for line in lines]
+            heights = [max(1, -(-text.cell_len // console.width)) for text in texts]
+            fitting = len(texts)
+            while sum(heights[:fitting]) > console.height - (fitting < len(texts)):
+                fitting -= 1
+            shown = texts[:fitting]
+            if fitting < len(texts):
+                shown.append(Text(f"… {len(texts) - fitting} more lines"))
+            live.update(Text("\n", overflow="fold").join(shown), refresh=True)
 
         yield draw

@@ -8,7 +8,7 @@ import click
 
 from txbroker.cli.main import SuggestingGroup
 from txbroker.cli.options import FILE, env_option, with_options
-from txbroker.cli.output import output_option
+from txbroker.cli.output import object_output_option, output_option
 from txbroker.cli.run import DRIFT, CommandFailed
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 
@@ -113,7 +113,7 @@ _AGE_OPTIONS: Callable[[F], F] = with_options(
     "--report", type=FILE, metavar="FILE", help="Write a report with plots to this HTML file."
 )
 @_SPARK_OPTIONS
-@output_option
+@object_output_option
 @click.pass_context
 def run_command(
     context: click.Context,

@@ -13,7 +13,7 @@ from txbroker.cli.bench.run import BenchPlan, measure, progress_bar
 from txbroker.cli.client import ApiClient, client_options
 from txbroker.cli.contexts import target_of
 from txbroker.cli.options import env_option, with_options
-from txbroker.cli.output import output_option, show_data
+from txbroker.cli.output import object_output_option, show_data
 from txbroker.cli.proxy.serving import until_signal
 from txbroker.cli.run import CommandFailed, run_async
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
@@ -106,7 +106,7 @@ _LOAD_OPTIONS: Callable[[F], F] = with_options(
     default="one",
 )
 @setting_options((*KAFKA_SETTINGS, "partitions"))
-@output_option
+@object_output_option
 @client_options
 def command(
     client: ApiClient,

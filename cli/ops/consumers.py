@@ -26,7 +26,14 @@ from txbroker.cli.ops.consumer_rows import (
     shown_key,
 )
 from txbroker.cli.options import confirm, reason_option, require_terminal, with_options, yes_option
-from txbroker.cli.output import output_option, show_data, show_rows, shown_columns, table
+from txbroker.cli.output import (
+    object_output_option,
+    output_option,
+    show_data,
+    show_rows,
+    shown_columns,
+    table,
+)
 from txbroker.cli.run import CommandFailed, PartlyDone
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 from txbroker.config.settings import Settings
@@ -87,7 +94,7 @@ def list_command(config: Path | None, output: str, **options: Any) -> None:
 @command.command("show")
 @click.argument("group")
 @_settings
-@output_option
+@object_output_option
 def show_command(config: Path | None, output: str, group: str, **options: Any) -> None:
     """Show each partition of a group, and the messages that wait for a retry.
 
@@ -453,7 +460,7 @@ def _preview(rows: Sequence[dict[str, Any]], columns: Sequence[Any], yes: bool) 
     if yes:
         return
     shown = rows[:_PREVIEWED]
-    lines = table(shown, shown_columns(columns, "table"), sys.stderr)
+    lines = table(shown, shown_columns(columns, "table"), sys.stderr).lines
     click.echo("\n".join(lines), err=True)
     if len(rows) > _PREVIEWED:
         click.echo(f"… and {len(rows) - _PREVIEWED:,} more", err=True)

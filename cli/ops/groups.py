@@ -18,10 +18,10 @@ def _times(row: Row) -> str:
 
 
 COLUMNS = (
-    TableColumn("GROUP", lambda row: row["group"]),
+    TableColumn("GROUP", lambda row: row["group"], keep=True),
     TableColumn("CHECK URL", lambda row: row.get("check_url")),
     TableColumn("SECRET", lambda row: row.get("secret_ref")),
-    TableColumn("CONNECTED", lambda row: row["sessions"]),
+    TableColumn("CONNECTED", lambda row: row["sessions"], rank=1),
     TableColumn("AFTER/INTERVAL/ATTEMPTS/TIMEOUT", _times, wide=True),
     TableColumn("PARALLEL", lambda row: row.get("parallel"), wide=True),
     TableColumn("ANSWER BYTES", lambda row: row.get("answer_bytes_max"), wide=True),

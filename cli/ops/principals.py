@@ -21,10 +21,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _PATTERNS = ("groups", "deny_groups", "topics", "deny_topics")
 COLUMNS = (
-    TableColumn("NAME", lambda row: row["name"]),
+    TableColumn("NAME", lambda row: row["name"], keep=True),
     TableColumn("ROLE", lambda row: row["role"]),
-    TableColumn("GROUPS", lambda row: row["groups"]),
-    TableColumn("TOPICS", lambda row: row["topics"]),
+    TableColumn("GROUPS", lambda row: row["groups"], text=True),
+    TableColumn("TOPICS", lambda row: row["topics"], text=True),
     TableColumn("CREDENTIAL", lambda row: row["credential"]),
     TableColumn("EXPIRES", lambda row: row["expires"]),
 )

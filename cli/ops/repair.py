@@ -10,19 +10,26 @@ from txbroker.cli.client import who
 from txbroker.cli.main import SuggestingGroup
 from txbroker.cli.ops.topics import with_door
 from txbroker.cli.options import confirm, reason_option, require_terminal, yes_option
-from txbroker.cli.output import Row, TableColumn, output_option, show_data, show_rows
+from txbroker.cli.output import (
+    Row,
+    TableColumn,
+    object_output_option,
+    output_option,
+    show_data,
+    show_rows,
+)
 from txbroker.cli.run import CommandFailed
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 from txbroker.kafka.door.repair import SET_ASIDE, Found
 
 COLUMNS = (
-    TableColumn("RECORD", lambda row: row["record"]),
+    TableColumn("RECORD", lambda row: row["record"], keep=True),
     TableColumn("CODE", lambda row: row["code"]),
-    TableColumn("WHY", lambda row: row["why"]),
-    TableColumn("SKIPPING LOSES", lambda row: row["loses"]),
+    TableColumn("WHY", lambda row: row["why"], text=True),
+    TableColumn("SKIPPING LOSES", lambda row: row["loses"], text=True),
     TableColumn("PRODUCER", lambda row: row["producer"], wide=True),
     TableColumn("KEY", lambda row: row["key"], wide=True),
-    TableColumn("VALUE", lambda row: row["value"], wide=True),
+    TableColumn("VALUE", lambda row: row["value"], wide=True, text=True),
 )
 _NONE = "No record stops a partition."
 _SHOWN_BYTES = 200
@@ -59,7 +66,7 @@ def show_command(config: Path | None, output: str, **options: Any) -> None:
 @click.option("--dry-run", is_flag=True, help="Show the record; change nothing.")
 @setting_options((*KAFKA_SETTINGS, "topic_prefix"))
 @yes_option
-@output_option
+@object_output_option
 def skip_command(
     config: Path | None,
     output: str,

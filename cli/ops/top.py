@@ -1,9 +1,8 @@
 """`txbroker top`: the state of an installation, refreshed."""
 
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import click
@@ -12,13 +11,15 @@ from txbroker.cli.client import ApiClient, client_options
 from txbroker.cli.output import (
     TableColumn,
     duration,
-    output_option,
+    json_text,
+    object_output_option,
     printable,
     show_data,
     shown_columns,
     table,
+    width_of,
 )
-from txbroker.cli.watching import EVERY_MIN_S, EVERY_S, draw_again, write_again
+from txbroker.cli.watching import EVERY_MIN_S, EVERY_S, draw_again, draws, write_again
 
 Overview = dict[str, Any]
 
@@ -42,40 +43,41 @@ def _unreachable(row: dict[str, Any]) -> str:
     return f"for {duration(time.time() - since_ms / 1000)}: {row.get('unreachable_why', '')}"
 
 
-def _count(name: str) -> TableColumn:
+def _count(name: str, rank: int = 1) -> TableColumn:
     def shown(row: dict[str, Any]) -> str:
         return "?" if row.get(name) is None else f"{row[name]:,}"
 
-    return TableColumn(name.upper(), shown, keep=True)
+    return TableColumn(name.upper(), shown, rank=rank)
 
 
 GROUPS = (
-    TableColumn("GROUP", lambda row: row["group"]),
+    TableColumn("GROUP", lambda row: row["group"], keep=True),
     _count("pending"),
     _count("parked"),
-    TableColumn("OLDEST", _age, keep=True),
-    TableColumn("CONNECTED", lambda row: row["sessions"], keep=True),
-    TableColumn("UNREACHABLE", _unreachable),
+    TableColumn("OLDEST", _age, rank=1),
+    TableColumn("CONNECTED", lambda row: row["sessions"]),
+    TableColumn("UNREACHABLE", _unreachable, text=True),
 )
 PARTITIONS = (
     TableColumn("HALF", lambda row: row["partition"], keep=True),
-    TableColumn("OWNER", lambda row: row["owner"].partition("://")[2]),
-    TableColumn("STATE", lambda row: row["state"] + (f": {row['why']}" if row.get("why") else "")),
+    TableColumn("OWNER", lambda row: row["owner"].partition("://")[2], rank=3),
+    TableColumn("STATE", lambda row: row["state"], rank=0),
     _count("pending"),
     _count("parked"),
-    _count("refused"),
-    _count("committed"),
-    TableColumn("OLDEST", _age, keep=True),
-    TableColumn("PREP/S", lambda row: _rate(row, "prepared"), keep=True),
-    TableColumn("DEC/S", lambda row: _rate(row, "decided"), wide=True, keep=True),
-    TableColumn("PROM/S", lambda row: _rate(row, "promoted"), keep=True),
+    _count("refused", rank=2),
+    _count("committed", rank=3),
+    TableColumn("OLDEST", _age, rank=1),
+    TableColumn("PREP/S", lambda row: _rate(row, "prepared")),
+    TableColumn("DEC/S", lambda row: _rate(row, "decided"), wide=True),
+    TableColumn("PROM/S", lambda row: _rate(row, "promoted")),
+    TableColumn("WHY", lambda row: row.get("why"), text=True),
 )
 PROXIES = (
-    TableColumn("PROXY", lambda row: row["url"]),
-    TableColumn("STATE", lambda row: _proxy_state(row)),
-    TableColumn("VERSION", lambda row: row.get("version")),
-    TableColumn("PARTITIONS", lambda row: len(row["partitions"])),
-    TableColumn("PROBLEMS", lambda row: "; ".join(row["problems"]) or row.get("why")),
+    TableColumn("PROXY", lambda row: row["url"], keep=True),
+    TableColumn("STATE", lambda row: _proxy_state(row), rank=1),
+    TableColumn("VERSION", lambda row: row.get("version"), rank=4),
+    TableColumn("PARTITIONS", lambda row: len(row["partitions"]), rank=3),
+    TableColumn("PROBLEMS", lambda row: "; ".join(row["problems"]) or row.get("why"), text=True),
 )
 
 
@@ -88,7 +90,7 @@ PROXIES = (
     metavar="SECONDS",
     help=f"Interval. [default: {EVERY_S:g}]",
 )
-@output_option
+@object_output_option
 @client_options
 def command(client: ApiClient, output: str, once: bool, every_s: float) -> None:
     """Show the state of an installation, refreshed until Ctrl-C.
@@ -110,7 +112,7 @@ def command(client: ApiClient, output: str, once: bool, every_s: float) -> None:
             show_data(overview, output)
         else:
             click.echo("\n".join(lines(overview)))
-    elif output in ("table", "wide") and sys.stdout.isatty():
+    elif draws(output):
         draw_again(query, lines, every_s)
     else:
         write_again(query, lambda overview: _write(overview, lines, output), every_s)
@@ -118,7 +120,7 @@ def command(client: ApiClient, output: str, once: bool, every_s: float) -> None:
 
 def _write(overview: Overview, lines: Callable[[Overview], list[str]], output: str) -> None:
     if output == "json":
-        click.echo(json.dumps(overview, ensure_ascii=False))
+        click.echo(json_text(overview))
     elif output == "yaml":
         click.echo("---")
         show_data(overview, output)
@@ -131,34 +133,50 @@ def _lines(overview: Overview, where: str, wide: bool) -> Iterator[str]:
     partitions, groups = overview["partitions"], overview["groups"]
     unsure = "" if overview["complete"] else "at least "
     yield f"txbroker at {printable(where)}, {_of(overview['proxies'])} ready"
-    yield (
-        "now     "
-        + "  ".join(
-            f"{name} {unsure}{sum(row.get(name) or 0 for row in partitions):,}"
-            for name in ("pending", "parked", "refused", "committed")
-        )
-        + _oldest(partitions)
-    )
-    yield "rates   " + "  ".join(
-        f"{what} {sum(row['rates'][f'{what}_per_s'] for row in partitions):,.1f}/s"
+    counts = [
+        f"{name} {unsure}{sum(row.get(name) or 0 for row in partitions):,}"
+        for name in ("pending", "parked", "refused", "committed")
+    ]
+    yield from _flowing("now", [*counts, *_oldest(partitions)])
+    rates = {
+        what: sum(row["rates"][f"{what}_per_s"] for row in partitions)
         for what in ("prepared", "decided", "promoted")
-    )
-    refused = overview["refused_topics"]
+    }
+    yield from _flowing("rates", [f"{what} {rate:,.1f}/s" for what, rate in rates.items()])
+    refused = overview["refused_topics"].items()
     if refused:
-        shown = ", ".join(f"{printable(topic)} {count:,}" for topic, count in refused.items())
-        yield f"refused by  {shown}"
+        yield from _flowing("refused", [f"by {printable(at)} {count:,}" for at, count in refused])
     yield ""
     shown_groups = groups if wide else groups[:GROUPS_SHOWN]
-    if shown_groups:
-        yield from table(shown_groups, GROUPS, sys.stdout)
+    left_out: dict[str, None] = {}
+    for rows, columns in (
+        (shown_groups, GROUPS),
+        (partitions, PARTITIONS),
+        (overview["proxies"], PROXIES),
+    ):
+        fitted = table(
+            rows, shown_columns(columns, "wide" if wide else "table"), sys.stdout, fit=not wide
+        )
+        left_out |= dict.fromkeys(fitted.left_out)
+        yield from fitted.lines
         left = len(groups) - len(shown_groups) + overview["groups_left_off"]
-        if left:
+        if rows is shown_groups and left:
             yield f"… and {left:,} more groups"
-        yield ""
-    columns = shown_columns(PARTITIONS, "wide" if wide else "table")
-    yield from table(partitions, columns, sys.stdout)
-    yield ""
-    yield from table(overview["proxies"], PROXIES, sys.stdout)
+        if rows:
+            yield ""
+    if left_out:
+        yield f"Left out on this narrow terminal: {', '.join(left_out)}. -o wide shows them."
+
+
+def _flowing(label: str, parts: Iterable[str]) -> Iterator[str]:
+    """Yield a line of parts, or several where the terminal is narrow."""
+    line, indent = f"{label:<7}", " " * 7
+    for part in parts:
+        if line.strip() not in ("", label) and len(line) + 2 + len(part) > width_of(sys.stdout):
+            yield line
+            line = indent
+        line = f"{line}{'  ' if line[7:] else ' '}{part}"
+    yield line
 
 
 def _of(proxies: list[dict[str, Any]]) -> str:
@@ -166,9 +184,9 @@ def _of(proxies: list[dict[str, Any]]) -> str:
     return f"{ready} of {len(proxies)} {'proxy' if len(proxies) == 1 else 'proxies'}"
 
 
-def _oldest(partitions: list[dict[str, Any]]) -> str:
+def _oldest(partitions: list[dict[str, Any]]) -> list[str]:
     ages = [row["oldest_pending_age_s"] for row in partitions if row.get("oldest_pending_age_s")]
-    return f"  oldest pending {duration(max(ages))}" if ages else ""
+    return [f"oldest pending {duration(max(ages))}"] if ages else []
 
 
 def _proxy_state(row: dict[str, Any]) -> str:

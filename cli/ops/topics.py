@@ -9,7 +9,7 @@ import click
 
 from txbroker.cli.main import SuggestingGroup
 from txbroker.cli.options import confirm, env_option, require_terminal, yes_option
-from txbroker.cli.output import Row, TableColumn, output_option, show_data, show_rows
+from txbroker.cli.output import Row, TableColumn, object_output_option, show_data, show_rows
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from
 from txbroker.config.settings import Settings
 from txbroker.consumer.settings import GROUP_NAME, group_topics
@@ -30,17 +30,17 @@ T = TypeVar("T")
 
 COLUMNS = (
     TableColumn("ACTION", lambda row: row["action"]),
-    TableColumn("TOPIC", lambda row: row["topic"]),
-    TableColumn("WHAT", lambda row: row["what"]),
+    TableColumn("TOPIC", lambda row: row["topic"], keep=True),
+    TableColumn("WHAT", lambda row: row["what"], text=True),
     TableColumn("SETTINGS", lambda row: row.get("settings"), wide=True),
 )
 ACL_COLUMNS = (
     TableColumn("FOR", lambda row: row["for"]),
-    TableColumn("ON", lambda row: row["resource"]),
-    TableColumn("NAME", lambda row: f"{row['name']}{'*' if row['pattern'] == 'prefixed' else ''}"),
-    TableColumn("ALLOW", lambda row: ", ".join(row["operations"])),
+    TableColumn("ON", lambda row: row["resource"], rank=1),
+    TableColumn("NAME", lambda row: row["name"] + "*" * (row["pattern"] == "prefixed"), keep=True),
+    TableColumn("ALLOW", lambda row: ", ".join(row["operations"]), rank=1),
     TableColumn("TO", lambda row: row["principal"]),
-    TableColumn("WHY", lambda row: row["why"], wide=True),
+    TableColumn("WHY", lambda row: row["why"], wide=True, text=True),
 )
 
 
@@ -104,7 +104,7 @@ def command() -> None:
     shown="where kafka_security_protocol is not PLAINTEXT",
     default=None,
 )
-@output_option
+@object_output_option
 def plan_command(
     config: Path | None,
     output: str,
@@ -160,7 +160,7 @@ def plan_command(
 @setting_options(TOPIC_SETTINGS)
 @consumer_option
 @yes_option
-@output_option
+@object_output_option
 def apply_command(
     config: Path | None, output: str, yes: bool, consumers: tuple[str, ...], **options: Any
 ) -> None:

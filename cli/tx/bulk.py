@@ -248,19 +248,19 @@ _IN_A_SENTENCE = {"rollback": "Roll back"}
 SAMPLED = (
     TableColumn("ID", lambda row: row["id"], keep=True),
     TableColumn("GROUP", lambda row: row["group"]),
-    TableColumn("STATE", lambda row: row["state"], keep=True),
-    TableColumn("AGE", lambda row: duration(time.time() - row["prepared_at_ms"] / 1000)),
+    TableColumn("STATE", lambda row: row["state"], rank=1),
+    TableColumn("AGE", lambda row: duration(time.time() - row["prepared_at_ms"] / 1000), rank=1),
     TableColumn("TOPICS", lambda row: row["topics"]),
 )
 STANDING = (
     TableColumn("ID", lambda row: row["id"], keep=True),
-    TableColumn("STATE", lambda row: row["state"], keep=True),
+    TableColumn("STATE", lambda row: row["state"], rank=1),
     TableColumn("DECISION", lambda row: row.get("decision")),
 )
 FAILED = (
     TableColumn("ID", lambda row: row["id"], keep=True),
-    TableColumn("ERROR", lambda row: row["error"]["code"], keep=True),
-    TableColumn("WHY", lambda row: row["error"]["message"]),
+    TableColumn("ERROR", lambda row: row["error"]["code"], rank=1),
+    TableColumn("WHY", lambda row: row["error"]["message"], text=True),
 )
 
 
@@ -321,7 +321,7 @@ def preview(items: Sequence[Item], now_s: float) -> Iterator[str]:
     yield f"  by state  {_counted(item.state or '' for item in items)}"
     yield f"  oldest    {age}, prepared {clock(oldest.prepared_at_ms)}"
     yield ""
-    yield from table([item._asdict() for item in items[:SAMPLE]], SAMPLED, sys.stderr)
+    yield from table([item._asdict() for item in items[:SAMPLE]], SAMPLED, sys.stderr).lines
     if len(items) > SAMPLE:
         yield f"… and {len(items) - SAMPLE:,} more"
 
@@ -423,7 +423,7 @@ def _report_failures(failed: list[Row]) -> None:
     if len(failed) > ROWS_SHOWN:
         codes = _counted(row["error"]["code"] for row in failed)
         click.echo(f"{len(failed):,} failed: {codes}.", err=True)
-    click.echo("\n".join(table(failed[:ROWS_SHOWN], FAILED, sys.stderr)), err=True)
+    click.echo("\n".join(table(failed[:ROWS_SHOWN], FAILED, sys.stderr).lines), err=True)
     if len(failed) > ROWS_SHOWN:
         left = len(failed) - ROWS_SHOWN
         click.echo(f"… and {left:,} more; -o json lists all.", err=True)

@@ -15,6 +15,7 @@ from txbroker.cli.output import (
     TableColumn,
     clock,
     duration,
+    object_output_option,
     output_option,
     printable,
     show_data,
@@ -55,17 +56,17 @@ def _targets(row: Row) -> str:
 COLUMNS = (
     TableColumn("ID", lambda row: row["id"], keep=True),
     TableColumn("GROUP", lambda row: row["group"]),
-    TableColumn("STATE", lambda row: row["state"], keep=True),
-    TableColumn("AGE", _age, keep=True),
-    TableColumn("MESSAGES", lambda row: len(row["messages"])),
+    TableColumn("STATE", lambda row: row["state"], rank=1),
+    TableColumn("AGE", _age, rank=1),
+    TableColumn("MESSAGES", lambda row: len(row["messages"]), rank=4),
     TableColumn("TOPICS", _targets),
-    TableColumn("ATTEMPTS", lambda row: f"{row['attempts']}/{row['attempts_max']}"),
+    TableColumn("ATTEMPTS", lambda row: f"{row['attempts']}/{row['attempts_max']}", rank=3),
     TableColumn("PREPARED", lambda row: clock(row["prepared_at_ms"]), wide=True),
     TableColumn("NEXT CHECK", lambda row: clock(row.get("next_check_at_ms")), wide=True),
     TableColumn("ROUND", lambda row: row["round"], wide=True),
     TableColumn("DECIDED BY", lambda row: row.get("source"), wide=True),
     TableColumn("HALF", lambda row: f"{row['partition']}@{row['half_offset']}", wide=True),
-    TableColumn("CAUSE", lambda row: (row.get("cause") or {}).get("message"), wide=True),
+    TableColumn("CAUSE", lambda row: (row.get("cause") or {}).get("message"), wide=True, text=True),
 )
 
 
@@ -158,7 +159,7 @@ def list_command(
     "ids", nargs=-1, required=True, metavar="ID...", shell_complete=complete_ids(STATES[:1])
 )
 @click.option("--bodies", is_flag=True, help="Show keys, values and headers too.")
-@output_option
+@object_output_option
 @client_options
 def show_command(client: ApiClient, output: str, ids: tuple[str, ...], bodies: bool) -> None:
     """Show transactions in full."""
@@ -200,7 +201,7 @@ def _resolving(action: BulkAction, *extra: Any) -> Callable[[Callable[..., None]
             *extra,
             reason_option(),
             yes_option,
-            output_option,
+            object_output_option,
             client_options,
         )
         return command.command(action.verb)(options(function))

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 import click
 
 from txbroker.cli.client import ApiClient, ApiError, client_options
-from txbroker.cli.output import output_option, show_data
+from txbroker.cli.output import object_output_option, show_data
 from txbroker.cli.run import PartlyDone
 
 
@@ -40,7 +40,7 @@ from txbroker.cli.run import PartlyDone
     help="The decision; none leaves the transaction pending.",
 )
 @click.option("--wait", is_flag=True, help="Return only when consumers can see the messages.")
-@output_option
+@object_output_option
 @client_options
 def command(
     client: ApiClient,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from tests.cli.cli_stub import Stub
+from tests.cli.terminals import Run, on_terminal
+from tests.kit.cli import Call
 from txbroker.cli.output import TableColumn, cell, clock, duration, printable, table, yaml_lines
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.text() | st.floats(-1e9, 1e9)
@@ -46,21 +53,112 @@ def test_output_cannot_move_the_cursor(text: str) -> None:
 
 
 @given(
-    st.lists(st.lists(st.text(max_size=40), min_size=3, max_size=3), min_size=1, max_size=5),
+    st.lists(st.lists(st.text(max_size=40), min_size=4, max_size=4), min_size=1, max_size=5),
     st.integers(1, 200),
 )
-def test_narrow_table_shortens_only_allowed_columns(rows: list[list[str]], width: int) -> None:
-    columns = [TableColumn(str(n), lambda row, n=n: row[str(n)], keep=n == 0) for n in range(3)]  # type: ignore[misc]
+def test_narrow_table_shortens_only_free_text(rows: list[list[str]], width: int) -> None:
+    columns = [
+        TableColumn(str(n), lambda row, n=n: row[str(n)], keep=n == 0, rank=5 - n, text=n == 3)  # type: ignore[misc]
+        for n in range(4)
+    ]
     data = [{str(n): value for n, value in enumerate(row)} for row in rows]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(width))
-        lines = table(data, columns, io.StringIO())
-    assert len(lines) == len(rows) + 1
-    assert all(cell_len(line) <= width for line in lines)
+        shown = table(data, columns, io.StringIO())
+    assert len(shown.lines) == len(rows) + 1
     kept = [cell(row[0]) for row in rows]
-    if max(map(cell_len, [*kept, "0"])) + 2 * 5 + 2 * 2 <= width:
-        assert all(line.startswith(text) for line, text in zip(lines[1:], kept, strict=True))
+    widest = max(map(cell_len, [*kept, "0"]))
+    assert all(cell_len(line) <= max(width, widest) for line in shown.lines)
+    for row, line in zip(rows, shown.lines[1:], strict=True):
+        whole = [cell(row[n]) for n in range(3) if str(n) not in shown.left_out]
+        assert all(text in line for text in whole)
+        assert line.startswith(whole[0])
+    ranked = [str(n) for n in range(1, 4)]
+    assert list(shown.left_out) == ranked[: len(shown.left_out)]
+    assert bool(shown.note) == bool(shown.left_out)
 
 
 def test_table_without_rows_is_empty() -> None:
-    assert table([], [TableColumn("X", str)], io.StringIO()) == []
+    assert table([], [TableColumn("X", str)], io.StringIO()).lines == []
+
+
+# --- formats and columns ----------------------------------------------------------------------
+
+
+def test_columns_are_chosen_in_each_format(call: Call, stub: Stub) -> None:
+    ids = stub.add(2)
+    chosen = ("tx", "list", "--url", stub.url, "--columns", "state,ID,next-check")
+    lines = call(*chosen).out.splitlines()
+    assert [line.split() for line in lines] == [
+        ["STATE", "ID", "NEXT", "CHECK"], *(["parked", id, "-"] for id in ids)
+    ]  # fmt: skip
+    rows = [{"state": "parked", "id": id, "next_check": ""} for id in ids]
+    assert call(*chosen, "-o", "json").json == rows
+    assert yaml.safe_load(call(*chosen, "-o", "yaml").out) == rows
+    assert [json.loads(line) for line in call(*chosen, "-o", "ndjson").out.splitlines()] == rows
+    assert list(csv.DictReader(io.StringIO(call(*chosen, "-o", "csv").out))) == rows
+
+
+def test_csv_has_all_columns_and_ndjson_whole_rows(call: Call, stub: Stub) -> None:
+    (id,) = stub.add(1)
+    stub.rows[id]["group"] = 'a "b",\nc'
+    (row,) = csv.DictReader(io.StringIO(call("tx", "list", "-o", "csv", "--url", stub.url).out))
+    assert (row["id"], row["group"], row["half"]) == (id, 'a "b",\nc', "0@0")
+    assert json.loads(call("tx", "list", "-o", "ndjson", "--url", stub.url).out) == stub.rows[id]
+
+
+@pytest.mark.parametrize("output", ["csv", "ndjson"])
+def test_nothing_is_no_row(call: Call, stub: Stub, output: str) -> None:
+    shown = call("tx", "list", "-o", output, "--url", stub.url)
+    assert (shown.code, shown.err) == (0, "")
+    assert shown.out.count("\n") == (output == "csv")
+
+
+def test_unknown_column_is_named(call: Call, stub: Stub) -> None:
+    stub.add(1)
+    refused = call("tx", "list", "--columns", "id,colour", "--url", stub.url)
+    assert (refused.code, refused.out) == (2, "")
+    assert "there is no column 'colour'; there are id, group, state" in refused.err
+
+
+# --- terminals --------------------------------------------------------------------------------
+
+PLAIN = {"NO_COLOR": "1"}
+DUMB = {"TERM": "dumb"}
+ASCII = {"LANG": "C"}
+POSIX = {"LC_ALL": "POSIX"}
+LATIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.fixture(name="run")
+def _run(tmp_path: Path) -> Iterator[Run]:
+    with on_terminal(tmp_path) as run:
+        yield run
+
+
+@pytest.mark.parametrize(
+    ("width", "environ"),
+    [(20, {}), (60, {}), (80, {}), (120, {})]
+    + [(80, environ) for environ in (PLAIN, DUMB, ASCII, POSIX, LATIN)],
+    ids=str,
+)
+def test_any_terminal_shows_whole_ids(
+    stub: Stub, run: Run, width: int, environ: dict[str, str]
+) -> None:
+    ids = stub.add(3)
+    for row in stub.rows.values():
+        row["group"] = "caf\u00e9-" + "orders-" * 4
+        row["messages"] = [{"topic": f"a-long-name-of-a-topic-{n}", "partition": 0} for n in (1, 2)]
+    home = {"HOME": "/proc", "XDG_CONFIG_HOME": ""}
+    shown = run("tx", "list", "--url", stub.url, width=width, environ={**home, **environ})
+    assert shown.end() == 0
+    lines = shown.text.splitlines()
+    assert [line[:26] for line in lines[1:4]] == ids
+    assert "\ufffd" not in shown.text
+    assert "Traceback" not in shown.text
+    assert ("\x1b[" in shown.text) == (environ not in (PLAIN, DUMB))
+    if width < 120:
+        assert "Left out on this narrow terminal: " in shown.text
+        assert all(len(line) <= max(width, 26) for line in lines[1:4])
+        if environ in (ASCII, POSIX, LATIN):
+            assert shown.text.isascii()
