@@ -275,16 +275,25 @@ _CLIENT_OPTIONS: Callable[[F], F] = with_options(
     env_option(
         "--url",
         "Address of the proxy.",
+        section="Proxy",
         metavar="URL",
         shown=f"the current context's, else {DEFAULT_URL}",
     ),
     *(
-        env_option(f"--{name.replace('_', '-')}", text, metavar="FILE", type=FILE)
+        env_option(
+            f"--{name.replace('_', '-')}",
+            text,
+            section="Proxy",
+            brief=True,
+            metavar="FILE",
+            type=FILE,
+        )
         for name, text in FILE_HELP.items()
     ),
     env_option(
         "--context",
         "The installation to call, one of `txbroker context list`.",
+        section="Proxy",
         metavar="NAME",
         shell_complete=complete_contexts,
     ),

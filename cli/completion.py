@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from txbroker.cli.client import client_of
+from txbroker.cli.options import SectionedCommand
 from txbroker.cli.output import duration, printable
 
 WITHIN_S = 0.6
@@ -26,7 +27,7 @@ _TRANSACTIONS_MAX = 200
 Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem[str]]"]
 
 
-@click.command("completion")
+@click.command("completion", cls=SectionedCommand)
 @click.argument("shell", type=click.Choice(_SHELLS))
 def command(shell: str) -> None:
     """Print a script that makes a shell complete commands, options and live values.

@@ -12,6 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from txbroker import __version__
+from txbroker.cli.options import SectionedCommand
 from txbroker.cli.run import run
 
 
@@ -24,7 +25,13 @@ class Command(NamedTuple):
 
 
 class SuggestingGroup(click.Group):
-    """A group that suggests the likely command for a mistyped one."""
+    """A group that suggests the likely command for a mistyped one; `ls` is its `list`."""
+
+    command_class = SectionedCommand
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command by its name or alias."""
+        return super().get_command(ctx, "list" if cmd_name == "ls" else cmd_name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -61,7 +68,7 @@ class LazyGroup(SuggestingGroup):
                     ["--debug"],
                     is_flag=True,
                     envvar="TXBROKER_DEBUG",
-                    help="Show the traceback of an unexpected error.",
+                    help="Show the traceback of an unexpected error. [env: TXBROKER_DEBUG]",
                 )
             ],
             context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -133,8 +140,8 @@ cli = LazyGroup(
     COMMANDS,
     help="Transactional messages for Apache Kafka.\n\n"
     "Data goes to stdout, everything else to stderr. Exit codes: 0 success, 1 failure, 2 wrong "
-    "usage, 3 partial success, 4 an audit found drift. Every option is also an environment "
-    "variable, TXBROKER_ and its name.",
+    "usage, 3 partial success, 4 an audit found drift. Options with `[env: NAME]` in their help "
+    "are also read from this environment variable.",
 )
 
 

@@ -1,6 +1,7 @@
-"""Options whose help names their environment variable and default; confirmations of changes."""
+"""Options in sections, whose help names their environment variable and default; confirmations."""
 
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +13,79 @@ from txbroker.cli.run import CommandFailed, PartlyDone
 F = TypeVar("F", bound=Callable[..., Any])
 
 FILE = click.Path(path_type=Path, dir_okay=False)
+_ALL_KEY = f"{__name__}.all"
+
+
+class SectionOption(click.Option):
+    """An option in a section of the help.
+
+    Args:
+        section: the heading, "" for the command's main options.
+        brief: `--help` only names it, `--help-all` explains it.
+    """
+
+    def __init__(
+        self, *names: Any, section: str = "", brief: bool = False, **attributes: Any
+    ) -> None:
+        super().__init__(*names, **attributes)
+        self.section = section
+        self.brief = brief
+
+
+class SectionedCommand(click.Command):
+    """A command whose help groups its options, and is short unless `--help-all` asks for all."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return all parameters, with `--help-all` if `--help` leaves anything out."""
+        *params, help_option = super().get_params(ctx)
+        if not any(isinstance(param, SectionOption) and param.brief for param in params):
+            return [*params, help_option]
+
+        def show(context: click.Context, _: click.Parameter, given: bool) -> None:
+            if given and not context.resilient_parsing:
+                context.meta[_ALL_KEY] = True
+                click.echo(context.get_help())
+                context.exit()
+
+        all_option = click.Option(
+            ["--help-all"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=show,
+            help="Explain all options and exit.",
+        )
+        return [*params, help_option, all_option]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options by section, the command's main options first."""
+        sections: dict[str, tuple[list[tuple[str, str]], list[str]]] = {"": ([], [])}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is None:
+                continue
+            section = param.section if isinstance(param, SectionOption) else ""
+            explained, named = sections.setdefault(section, ([], []))
+            if not section or _ALL_KEY in ctx.meta:
+                explained.append(record)
+            elif isinstance(param, SectionOption) and param.brief:
+                named.append(param.opts[-1])
+            else:
+                explained.append((record[0], _shortened(record[1])))
+        for title, (explained, named) in sections.items():
+            with formatter.section(title or "Options"):
+                if explained:
+                    formatter.write_dl(explained)
+                text = f"{'and ' if explained else ''}{', '.join(named)}"
+                width = formatter.width - formatter.current_indent
+                for line in textwrap.wrap(text, width, break_on_hyphens=False) if named else ():
+                    formatter.write(f"{' ' * formatter.current_indent}{line}\n")
+
+
+def _shortened(text: str) -> str:
+    """Return an option's help with its first sentence only, and its environment variable."""
+    sentence, bracket, note = text.rpartition(" [env: ")
+    return f"{sentence.partition('. ')[0].removesuffix('.')}.{bracket}{note}"
 
 
 def env_option(
@@ -38,6 +112,7 @@ def env_option(
         shown = f"{default:g}" if isinstance(default, float) else str(default)
     note = f"[env: {variable}{f'; default: {shown}' if shown else ''}]"
     names = (*others, name, param) if param else (*others, name)
+    attributes.setdefault("cls", SectionOption)
     return click.option(*names, envvar=variable, help=f"{text} {note}", **attributes)
 
 

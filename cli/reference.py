@@ -15,9 +15,11 @@ _HEAD = """\
 # Command line
 
 Data goes to stdout, everything else to stderr. Commands that change data first show the change and
-ask for confirmation; `--yes` skips the question. An option is also an environment variable,
-`TXBROKER_` and its name; options of `proxy`, `dev` and `topics` are [settings](settings.md), and so
-keys of the config file.
+ask for confirmation; `--yes` skips the question. Options with `[env: NAME]` are also read from this
+environment variable. Options of `proxy`, `dev` and `topics` are [settings](settings.md), and so
+keys of the config file. `ls` is an alias of each `list`.
+
+`--help` of a command explains the usual options and names the others; `--help-all` explains all.
 
 | exit code | meaning |
 | --- | --- |

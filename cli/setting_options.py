@@ -7,8 +7,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
-from txbroker.cli.options import FILE, with_options
+from txbroker.cli.options import FILE, SectionOption, with_options
 from txbroker.cli.run import usage_errors
+from txbroker.config.access import KafkaAccess, ListenerAccess
 from txbroker.config.settings import (
     CONFIG_VARIABLE,
     ENV_PREFIX,
@@ -20,6 +21,8 @@ from txbroker.config.settings import (
 F = TypeVar("F", bound=Callable[..., Any])
 
 KAFKA_SETTINGS = tuple(name for name in Settings.model_fields if name.startswith("kafka"))
+_EXPLAINED = frozenset({"kafka", "listen", "data_dir", "workers"})
+"""Settings that the short help of a command explains; it names the others."""
 TOPIC_SETTINGS = (
     *KAFKA_SETTINGS,
     "topic_prefix",
@@ -45,6 +48,7 @@ def setting_options(names: Collection[str]) -> Callable[[F], F]:
             type=FILE,
             metavar="FILE",
             help=f"Read settings from this TOML file, one key for each. [env: {CONFIG_VARIABLE}]",
+            envvar=CONFIG_VARIABLE,
         ),
         *(_option(name, field) for name, field in Settings.model_fields.items() if name in shown),
     )
@@ -55,6 +59,16 @@ def settings_from(config: Path | None, options: dict[str, Any]) -> Settings:
     given = {name: value for name, value in options.items() if value not in (None, ())}
     with usage_errors():
         return load_settings(given, config=config)
+
+
+def _section(name: str) -> str:
+    if name in KafkaAccess.model_fields or name == "wait_for_kafka_s":
+        return "Kafka"
+    if name in ListenerAccess.model_fields:
+        return "Addresses and access"
+    if name.startswith("check"):
+        return "Check-back"
+    return "Limits" if name.endswith(("_max", "_timeout_s", "_min")) else "Proxy and topics"
 
 
 def _option(name: str, field: FieldInfo) -> Callable[[F], F]:
@@ -73,6 +87,9 @@ def _option(name: str, field: FieldInfo) -> Callable[[F], F]:
         declaration,
         name,
         default=None,
+        cls=SectionOption,
+        section=_section(name),
+        brief=name not in _EXPLAINED,
         help=f"{field.description} [env: {ENV_PREFIX}{name.upper()}{_default(field)}]",
         **options,
     )

@@ -1,13 +1,14 @@
 """`txbroker audit`: Spark checks from the topics that every transaction ended as decided."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from txbroker.cli.main import SuggestingGroup
-from txbroker.cli.options import FILE, env_option, with_options
+from txbroker.cli.options import FILE, SectionOption, env_option, with_options
 from txbroker.cli.output import object_output_option, output_option
 from txbroker.cli.run import DRIFT, CommandFailed
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
@@ -32,6 +33,7 @@ _SPARK_OPTIONS: Callable[[F], F] = with_options(
     env_option(
         "--master",
         "The Spark master: local[N], spark://HOST:PORT, yarn or k8s://URL.",
+        section="Spark",
         metavar="URL",
         default="",
         shown="local[*]",
@@ -39,21 +41,41 @@ _SPARK_OPTIONS: Callable[[F], F] = with_options(
     env_option(
         "--deploy-mode",
         "Where Spark's driver runs: on this machine, or in the cluster of --master (yarn, k8s).",
+        section="Spark",
+        brief=True,
         type=click.Choice(["client", "cluster"]),
         default="client",
     ),
     click.option(
         "--conf",
+        cls=SectionOption,
+        section="Spark",
+        brief=True,
         metavar="KEY=VALUE",
         multiple=True,
         help="A Spark setting, such as spark.driver.memory=4g. Repeatable.",
     ),
-    click.option("--verbose", is_flag=True, help="Show the output of Spark and Java on stderr."),
+    click.option(
+        "--verbose",
+        cls=SectionOption,
+        section="Spark",
+        brief=True,
+        is_flag=True,
+        help="Show the output of Spark and Java on stderr.",
+    ),
 )
 
 
 def _seconds(name: str, default: float, text: str) -> Callable[[F], F]:
-    return env_option(name, text, type=float, default=default, metavar="SECONDS")
+    return env_option(
+        name,
+        text,
+        section="Judgement",
+        brief=True,
+        type=float,
+        default=default,
+        metavar="SECONDS",
+    )
 
 
 _AGE_OPTIONS: Callable[[F], F] = with_options(
@@ -67,6 +89,9 @@ _AGE_OPTIONS: Callable[[F], F] = with_options(
 )
 
 
+_business_option = partial(click.option, cls=SectionOption, section="Business rows", brief=True)
+
+
 @command.command("run")
 @setting_options(AUDIT_SETTINGS)
 @env_option(
@@ -76,36 +101,45 @@ _AGE_OPTIONS: Callable[[F], F] = with_options(
     shown="audit in --data-dir",
     metavar="FOLDER",
 )
-@click.option(
+@env_option(
     "--full",
+    "Read all topics from their beginning, not from the end of the last run.",
     is_flag=True,
-    envvar="TXBROKER_FULL",
-    help="Read all topics from their beginning, not from the end of the last run.",
 )
 @_AGE_OPTIONS
 @click.option(
     "--business",
+    cls=SectionOption,
+    section="Business rows",
     metavar="jdbc:…|parquet:…",
     help="Compare with your business rows: a JDBC URL, or `parquet:` and a folder or URI.",
 )
-@click.option(
+@_business_option(
     "--table",
     metavar="NAME",
     help="With --business, the table of these rows; for Parquet a subfolder.",
 )
-@click.option(
+@_business_option(
     "--id-column", metavar="NAME", help="With --business, the column of the transaction id."
 )
-@click.option(
+@_business_option(
     "--group",
     metavar="NAME",
     multiple=True,
     help="With --business, only this producer group writes such rows. Repeatable.",
 )
-@env_option("--business-user", "With --business jdbc:…, the database user.", metavar="NAME")
+@env_option(
+    "--business-user",
+    "With --business jdbc:…, the database user.",
+    section="Business rows",
+    brief=True,
+    metavar="NAME",
+)
 @env_option(
     "--business-password-file",
     "The file with that user's password.",
+    section="Business rows",
+    brief=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
 )

@@ -12,7 +12,7 @@ from txbroker.cli.bench.load import Job
 from txbroker.cli.bench.run import BenchPlan, measure, progress_bar
 from txbroker.cli.client import ApiClient, client_options
 from txbroker.cli.contexts import target_of
-from txbroker.cli.options import env_option, with_options
+from txbroker.cli.options import SectionedCommand, env_option, with_options
 from txbroker.cli.output import object_output_option, show_data
 from txbroker.cli.proxy.serving import until_signal
 from txbroker.cli.run import CommandFailed, run_async
@@ -22,11 +22,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 DURATION_S = 10.0
 _LONG_S = 7 * 86400.0
+_EXPLAINED = ("--duration-s", "--size", "--in-flight")
 _SHARE = click.FloatRange(0.0, 1.0)
 
 
 def _option(name: str, metavar: str, kind: Any, default: Any, text: str) -> Any:
-    return env_option(name, text, prefix="BENCH_", type=kind, default=default, metavar=metavar)
+    return env_option(
+        name,
+        text,
+        prefix="BENCH_",
+        section="Load",
+        brief=name not in _EXPLAINED,
+        type=kind,
+        default=default,
+        metavar=metavar,
+    )
 
 
 _LOAD_OPTIONS: Callable[[F], F] = with_options(
@@ -68,23 +78,28 @@ _LOAD_OPTIONS: Callable[[F], F] = with_options(
 )
 
 
-@click.command("bench")
+@click.command("bench", cls=SectionedCommand)
 @_LOAD_OPTIONS
 @env_option(
     "--http",
     "Call the HTTP API, with one connection per transaction in flight, instead of SDK sessions.",
+    section="Load",
+    brief=True,
     prefix="BENCH_",
     is_flag=True,
 )
 @env_option(
     "--keyless",
     "Send messages without keys, which may go to any partition because they need no order.",
+    section="Load",
+    brief=True,
     prefix="BENCH_",
     is_flag=True,
 )
 @env_option(
     "--topic",
     "An existing topic for the messages.",
+    section="Topic",
     shown="one that is created, and deleted afterwards",
     prefix="BENCH_",
     metavar="TOPIC",
@@ -92,6 +107,8 @@ _LOAD_OPTIONS: Callable[[F], F] = with_options(
 @env_option(
     "--topic-partitions",
     "Partitions of the created topic.",
+    section="Topic",
+    brief=True,
     prefix="BENCH_",
     type=click.IntRange(1, 1000),
     default=4,
@@ -101,6 +118,8 @@ _LOAD_OPTIONS: Callable[[F], F] = with_options(
     "--read-along",
     "Partitions read during the measurement, for promotion latency and rate. The others are read "
     "afterwards, because reading takes CPU of the same machine.",
+    section="Topic",
+    brief=True,
     prefix="BENCH_",
     type=click.Choice(["one", "all"]),
     default="one",

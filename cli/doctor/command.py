@@ -26,7 +26,7 @@ from txbroker.cli.doctor.report import (
     table,
 )
 from txbroker.cli.doctor.subject import HttpProxies, Subject
-from txbroker.cli.options import FILE, env_option
+from txbroker.cli.options import FILE, SectionedCommand, env_option
 from txbroker.cli.run import FAILED, usage_errors
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from
 from txbroker.config.addresses import check_url, read_secret
@@ -40,7 +40,11 @@ WAIT_S = 300.0
 _PAUSE_S = 1.0
 
 
-@click.command("doctor", short_help="Diagnose an installation; name a remedy per problem.")
+@click.command(
+    "doctor",
+    cls=SectionedCommand,
+    short_help="Diagnose an installation; name a remedy per problem.",
+)
 @setting_options(TOPIC_SETTINGS)
 @env_option(
     "--proxy",
@@ -66,14 +70,13 @@ _PAUSE_S = 1.0
     type=FILE,
     metavar="FILE.tar.gz",
 )
-@click.option(
-    "-o",
+@env_option(
     "--output",
+    "Output format; `prometheus` is for the node exporter's textfile collector.",
+    "-o",
+    prefix="DOCTOR_",
     type=click.Choice(["table", "json", "prometheus"]),
     default="table",
-    envvar="TXBROKER_DOCTOR_OUTPUT",
-    help="Output format; `prometheus` is for the node exporter's textfile collector. "
-    "[env: TXBROKER_DOCTOR_OUTPUT; default: table]",
 )
 @client_options
 def command(

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from txbroker.cli.client import ApiClient, client_options
+from txbroker.cli.options import SectionedCommand
 from txbroker.cli.output import (
     TableColumn,
     duration,
@@ -81,7 +82,7 @@ PROXIES = (
 )
 
 
-@click.command("top")
+@click.command("top", cls=SectionedCommand)
 @click.option("--once", is_flag=True, help="Show the state once.")
 @click.option(
     "--every-s",

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from txbroker.cli.options import SectionedCommand
 from txbroker.cli.proxy.serving import run_one, until_signal
 from txbroker.cli.proxy.workers import run_workers
 from txbroker.cli.run import run_async
@@ -13,7 +14,7 @@ from txbroker.config.settings import Settings
 from txbroker.proxy.observe.logging import configure_logging
 
 
-@click.command("proxy")
+@click.command("proxy", cls=SectionedCommand)
 @setting_options(Settings.model_fields)
 def command(config: Path | None, **options: Any) -> None:
     """Run a proxy on your Kafka, until SIGINT or SIGTERM.

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import click
 
+from txbroker.cli.options import SectionedCommand, env_option
 from txbroker.cli.proxy.instance import named
 from txbroker.cli.proxy.serving import owns_all, serve, until_signal, why_not_free
 from txbroker.cli.proxy.workers import run_workers
@@ -23,14 +24,12 @@ _OF_OTHERS = (*KAFKA_SETTINGS, "wait_for_kafka_s")
 DEV_SETTINGS = tuple(name for name in Settings.model_fields if name not in _OF_OTHERS)
 
 
-@click.command("dev")
-@click.option(
+@click.command("dev", cls=SectionedCommand)
+@env_option(
     "--kafka-version",
+    "The version of Apache Kafka to run.",
     default=DEFAULT_VERSION,
-    show_default=True,
     metavar="VERSION",
-    envvar="TXBROKER_KAFKA_VERSION",
-    help="The version of Apache Kafka to run.",
 )
 @setting_options(DEV_SETTINGS)
 def command(kafka_version: str, config: Path | None, **options: Any) -> None:

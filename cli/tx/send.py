@@ -8,11 +8,12 @@ from typing import Any, BinaryIO
 import click
 
 from txbroker.cli.client import ApiClient, ApiError, client_options
+from txbroker.cli.options import SectionedCommand
 from txbroker.cli.output import object_output_option, show_data
 from txbroker.cli.run import PartlyDone
 
 
-@click.command("send")
+@click.command("send", cls=SectionedCommand)
 @click.argument("topic")
 @click.argument("values", nargs=-1, metavar="[VALUE]...")
 @click.option("--group", default="cli", show_default=True, help="The producer group.")

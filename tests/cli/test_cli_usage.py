@@ -29,6 +29,12 @@ def test_every_command_explains_itself(call: Call, path: str) -> None:
     assert (help_text.code, help_text.err) == (0, "")
     assert help_text.out.startswith(f"Usage: {path} ")
     assert call(*path.split()[1:], "-h") == help_text
+    assert len(help_text.out.splitlines()) <= 60
+    shown_in_full = call(*path.split()[1:], "--help-all").out
+    if "--help-all" in help_text.out:
+        assert len(shown_in_full.splitlines()) > len(help_text.out.splitlines())
+    else:
+        assert shown_in_full == ""
 
 
 def test_help_lists_command_summaries(call: Call) -> None:
@@ -46,11 +52,31 @@ def test_the_reference_is_current() -> None:
 
 
 def test_every_setting_is_an_option_of_the_proxy(call: Call) -> None:
-    listed = call("proxy", "--help").out
+    listed = call("proxy", "--help-all").out
     missing = [
         name for name in Settings.model_fields if f"--{name.replace('_', '-')} " not in listed
     ]
     assert set(missing) == SECRET_SETTINGS
+
+
+def test_help_names_each_environment_variable() -> None:
+    """An option has one if and only if its help says so, and a setting has its own."""
+    for command, context in commands():
+        for option in command.params:
+            if not isinstance(option, click.Option):
+                continue
+            named = re.findall(r"\[env: (\w+)", option.help or "")
+            setting = "TXBROKER_" + str(option.name).upper()
+            known = option.envvar or (setting if option.name in Settings.model_fields else None)
+            variables = [known] if known and (option.envvar or named) else []
+            assert named == variables, (context.command_path, option.opts)
+
+
+def test_list_has_an_alias(call: Call, tmp_path: Path) -> None:
+    for path in PATHS:
+        if path.endswith(" list"):
+            words = path.split()[1:-1]
+            assert call(*words, "ls", "--help").out.startswith(f"Usage: txbroker {' '.join(words)}")
 
 
 def test_help_imports_nothing_of_a_proxy() -> None:
