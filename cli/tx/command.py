@@ -1,12 +1,16 @@
 """`txbroker tx`: show transactions and resolve them."""
 
+import heapq
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import click
 
-from txbroker.cli.client import ApiClient, client_options, for_all
+from txbroker.cli.client import ApiClient, ApiError, client_options, for_all
 from txbroker.cli.completion import complete_groups, complete_ids, complete_topics
 from txbroker.cli.main import SuggestingGroup
 from txbroker.cli.options import conclude, reason_option, require_terminal, with_options, yes_option
@@ -39,6 +43,14 @@ from txbroker.cli.tx.bulk import (
 from txbroker.cli.watching import watch_option, watch_rows
 
 STATES = ("pending", "committed", "promoted", "rolled_back", "parked", "refused")
+_STATES_OF: dict[str, tuple[str | None, ...]] = {
+    "settled": ("promoted", "rolled_back"),
+    "all": (None, "promoted", "rolled_back"),
+}
+"""The lists of the API, whose default None is all unsettled transactions."""
+_NEWEST_FIRST = ("promoted", "rolled_back", "settled", "all")
+_COUNTED = ("settled", "pending", "parked", "refused", "committed")
+"""The counts of an overview, unsettled ones from the second on."""
 LIMIT = 100
 STORIES_MAX = 5
 """Up to this number, transactions are shown in full before a change; more are summarised."""
@@ -116,7 +128,12 @@ def _filters(state: Any, subject: str, group_note: str = "") -> tuple[Any, ...]:
 @command.command("list")
 @with_options(
     *_filters(
-        click.option("--state", type=click.Choice(STATES), help="Only transactions in this state."),
+        click.option(
+            "--state",
+            type=click.Choice((*STATES, *_STATES_OF)),
+            help="Only transactions in this state; settled ones are promoted or rolled back. "
+            "[default: all but settled ones]",
+        ),
         "Only transactions",
     )
 )
@@ -135,23 +152,67 @@ def _filters(state: Any, subject: str, group_note: str = "") -> tuple[Any, ...]:
 def list_command(
     client: ApiClient, output: str, limit: int, everything: bool, watch: float | None, **query: Any
 ) -> None:
-    """List transactions, oldest first.
+    """List transactions: settled ones newest first, else the oldest first.
 
-    Without --state: all unsettled ones, so none that are promoted or rolled back.
+    Without --state: all unsettled ones, so none that are promoted or rolled back. Settled ones are
+    listed as long as the proxies remember them.
     """
     if watch is not None:
         watch_rows(
-            lambda: list(client.transactions(None if everything else limit, **query)),
+            lambda: _listed(client, None if everything else limit, **query),
             COLUMNS,
             output,
             watch,
             lambda row: (row["id"], row["state"], row["round"], row["attempts"]),
         )
-    rows = list(client.transactions(None if everything else limit + 1, **query))
-    if not everything and len(rows) > limit:
-        rows = rows[:limit]
-        click.echo(f"Only the first {limit} are listed; --limit or --all lists more.", err=True)
-    show_rows(rows, COLUMNS, output, "There are no such transactions.")
+    rows = _listed(client, None if everything else limit + 1, **query)
+    more = not everything and len(rows) > limit
+    shown = rows[:limit] if more else rows
+    show_rows(shown, COLUMNS, output, "There are no such transactions.")
+    for remark in _left_out(
+        client, len(shown), more=more, to_people=output in ("table", "wide"), **query
+    ):
+        click.echo(remark, err=True)
+
+
+def _listed(client: ApiClient, limit: int | None, state: str | None, **query: Any) -> list[Row]:
+    newest = state in _NEWEST_FIRST
+    lists = [
+        client.transactions(limit, state=part, newest="true" if newest else None, **query)
+        for part in _STATES_OF.get(state or "", (state,))
+    ]
+    rows = heapq.merge(*lists, key=lambda row: (row["prepared_at_ms"], row["id"]), reverse=newest)
+    # One that settles meanwhile can be on two lists.
+    return list(islice({row["id"]: row for row in rows}.values(), limit))
+
+
+def _left_out(
+    client: ApiClient, shown: int, *, more: bool, to_people: bool, state: str | None, **query: Any
+) -> Iterator[str]:
+    """Yield which transactions a list leaves out, why, and how to see them.
+
+    Args:
+        to_people: say it although no limit was met, and how many these are.
+    """
+    counts: Counter[str] = Counter()
+    if to_people and all(value is None for value in query.values()):
+        with suppress(ApiError):  # not every credential may ask
+            for row in client.get("overview")["partitions"]:
+                counts.update({name: row.get(name) or 0 for name in _COUNTED})
+    if more:
+        names = {None: _COUNTED[1:], "settled": _COUNTED[:1], "all": _COUNTED}.get(state, (state,))
+        total = sum(counts[name] for name in names if name)
+        of = f" of {total:,}" if total > shown else ""
+        order = "newest" if state in _NEWEST_FIRST else "oldest"
+        yield f"Only the {order} {shown:,}{of} are listed; --limit N or --all lists more."
+    if to_people and state is None:
+        settled = f"{counts['settled']:,} settled" if counts else "Settled"
+        yield f"{settled} ones, promoted or rolled back, are not listed: --state settled or all."
+    if to_people and state in _NEWEST_FIRST:
+        yield (
+            "Settled ones that the proxies do not remember are not listed: `txbroker tx find` "
+            "reads them from the topics."
+        )
 
 
 @command.command("show")

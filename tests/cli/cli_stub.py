@@ -75,6 +75,8 @@ class Stub:
             wanted = asked.query.get("state")
             rows = [row for row in self.rows.values() if wanted in (None, row["state"])]
             return 200, {"transactions": rows, "next_cursor": None}
+        if parts == ["overview"]:
+            return 200, {"partitions": [{"settled": 7, "parked": len(self.rows)}]}
         row = self.rows[parts[1]]
         if asked.method == "POST":
             row["state"] = {"commit": "promoted", "rollback": "rolled_back"}.get(

@@ -44,19 +44,41 @@ def test_list(ask: Call, prepared: str) -> None:
 
 def test_empty_list_is_reported(ask: Call) -> None:
     empty = ask("tx", "list", "--group", "missing")
-    assert empty == (0, "", "There are no such transactions.\n")
+    assert (empty.code, empty.out) == (0, "")
+    assert empty.err.startswith("There are no such transactions.\n")
     assert ask("tx", "list", "--group", "missing", "-o", "json").json == []
     assert ask("tx", "list", "--group", "missing", "-o", "yaml").out == "[]\n"
 
 
-def test_cut_list_is_reported(ask: Call) -> None:
-    for _ in range(3):
-        ask("send", "cut", "v", "--group", "cut", "--decision", "none")
-    cut = ask("tx", "list", "--group", "cut", "--limit", "2", "-o", "json")
-    assert len(cut.json) == 2
-    assert cut.err == "Only the first 2 are listed; --limit or --all lists more.\n"
-    assert len(ask("tx", "list", "--group", "cut", "--limit", "3", "-o", "json").json) == 3
-    assert len(ask("tx", "list", "--group", "cut", "--all", "-o", "json").json) == 3
+def test_lists_name_what_they_leave_out(call: Call, stub: Stub) -> None:
+    ids = stub.add(3)
+    cut = call("tx", "list", "--limit", "2", "-o", "json", "--url", stub.url)
+    assert [row["id"] for row in cut.json] == ids[:2]
+    assert cut.err == "Only the oldest 2 are listed; --limit N or --all lists more.\n"
+    table = call("tx", "list", "--limit", "2", "--url", stub.url)
+    assert table.err.splitlines() == [
+        "Only the oldest 2 of 3 are listed; --limit N or --all lists more.",
+        "7 settled ones, promoted or rolled back, are not listed: --state settled or all.",
+    ]
+    filtered = call("tx", "list", "--group", "orders", "--url", stub.url).err
+    assert filtered.startswith("Settled ones, promoted or rolled back, are not listed")
+
+
+def test_settled_ones_are_listed_newest_first(there: Call) -> None:
+    ids = []
+    for decision in ("commit", "rollback", "none", "commit"):
+        sent = there("send", "order", "v", "--group", "s", "--decision", decision, "--wait")
+        ids.append(sent.out.strip())
+
+    def listed(*options: str) -> list[str]:
+        shown = there("tx", "list", "--group", "s", "-o", "json", *options)
+        return [row["id"] for row in shown.json]
+
+    assert listed() == [ids[2]]
+    assert listed("--state", "settled") == [ids[3], ids[1], ids[0]]
+    assert listed("--state", "all") == ids[::-1]
+    assert listed("--state", "all", "--limit", "2") == ids[:1:-1]
+    assert "do not remember are not listed" in there("tx", "ls", "--state", "all").err
 
 
 def test_show(ask: Call, prepared: str) -> None:

@@ -235,10 +235,11 @@ async def test_list_merges_all_owners_in_order(two: Proxies, topic: str, limit: 
     for id in sorted(ids)[:9]:
         await other.commit(id)
     for state, count in (("promoted", 9), ("pending", 8)):
-        listed = await two.all_listed(one, limit, group=group, state=state)
-        keys = [(each["prepared_at_ms"], each["id"]) for each in listed]
-        assert len(keys) == count
-        assert keys == sorted(set(keys))
+        for newest in ({}, {"newest": "true"}):
+            listed = await two.all_listed(one, limit, group=group, state=state, **newest)
+            keys = [(each["prepared_at_ms"], each["id"]) for each in listed]
+            assert len(keys) == count
+            assert keys == sorted(set(keys), reverse=bool(newest))
 
 
 async def test_paging_shows_lasting_transactions_under_churn(two: Proxies, topic: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -364,13 +365,22 @@ async def test_lists_are_filtered(service: Service, topic: str) -> None:
     assert await ids(group=group, older_than_s=3600) == []
 
 
-async def test_lists_are_paged_oldest_first(service: Service, topic: str) -> None:
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("newest", [False, True])
+async def test_lists_are_paged_by_time(
+    service: Service, topic: str, newest: bool, settled: bool
+) -> None:
     group = unique("group")
     ids = {await service.prepare(Message(topic, b"%d" % n, b""), group=group) for n in range(7)}
+    if settled:
+        for id in ids:
+            await service.commit(id)
     found: list[Json] = []
     cursor: str | None = None
     for size in (3, 3, 1):
-        query = {"cursor": cursor} if cursor else {}
+        query: dict[str, Any] = {"cursor": cursor} if cursor else {}
+        query |= {"newest": "true"} if newest else {}
+        query |= {"state": "promoted"} if settled else {}
         page = await service.page(group=group, limit=3, **query)
         assert len(page["transactions"]) == size
         found += page["transactions"]
@@ -378,7 +388,7 @@ async def test_lists_are_paged_oldest_first(service: Service, topic: str) -> Non
     assert cursor is None
     assert {each["id"] for each in found} == ids
     times = [each["prepared_at_ms"] for each in found]
-    assert times == sorted(times)
+    assert times == sorted(times, reverse=newest)
 
 
 async def test_metrics_count_service_calls(service: Service, topic: str) -> None:

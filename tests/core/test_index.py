@@ -65,16 +65,20 @@ def test_it_is_a_sorted_list(steps: list[tuple[str, int]]) -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=40, unique=True),
     st.integers(1, 7),
+    st.booleans(),
 )
-def test_pages_by_time_and_id_are_whole(prepared: list[tuple[int, int]], count: int) -> None:
+def test_pages_by_time_and_id_are_whole(
+    prepared: list[tuple[int, int]], count: int, newest: bool
+) -> None:
     line = OffsetIndex()
     # The log clock grows with the offsets; ids of one time are in any order.
     for offset, (step, number) in enumerate(sorted(prepared, key=lambda each: each[0])):
         line.add(at(offset, START_MS + step, number))
-    every = sorted(line.after(-1, 1000), key=lambda each: (each.prepared_at_ms, each.id))
+    every = line.after(-1, 1000)
+    every.sort(key=lambda each: (each.prepared_at_ms, each.id), reverse=newest)
     found: list[Transaction] = []
-    at_ms, id = 0, ""
-    while page := line.since(at_ms, count, id):
+    at_ms, id = (2 * START_MS, "") if newest else (0, "")
+    while page := line.since(at_ms, count, id, newest=newest):
         assert len(page) <= count
         found += page
         at_ms, id = page[-1].prepared_at_ms, page[-1].id

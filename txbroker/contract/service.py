@@ -151,9 +151,10 @@ that would have more has fewer transactions."""
 
 
 class ListRequest(Struct, frozen=True):
-    """A request for a list of transactions, oldest first; None matches any.
+    """A request for a list of transactions by time of preparation; None matches any.
 
     Attributes:
+        newest: newest first, else oldest first.
         cursor: of the last page.
         partitions: only these half partitions, for calls between proxies.
         groups_allowed, groups_denied: patterns of the groups that the caller may see; others are
@@ -164,6 +165,7 @@ class ListRequest(Struct, frozen=True):
     group: str | None = None
     topic: str | None = None
     older_than_s: float | None = None
+    newest: bool = False
     limit: int = 100
     cursor: str | None = None
     partitions: tuple[int, ...] | None = None
@@ -281,6 +283,7 @@ class PartitionOverview(Struct, frozen=True):
         state: a PartitionState, or `unreachable` if its proxy did not answer.
         why: the reason for the state, "" without one.
         pending, parked, refused, committed: transactions; None if unknown.
+        settled: those that lists still show; None if unknown.
         oldest_pending_age_s: None if unknown, or without one.
         oldest_committed_age_s: the age of the oldest commit that is not visible yet.
     """
@@ -293,6 +296,7 @@ class PartitionOverview(Struct, frozen=True):
     parked: int | None = None
     refused: int | None = None
     committed: int | None = None
+    settled: int | None = None
     oldest_pending_age_s: float | None = None
     oldest_committed_age_s: float | None = None
     rates: Rates = Rates()

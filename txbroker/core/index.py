@@ -115,20 +115,26 @@ class OffsetIndex:
             rows += block[: count - len(rows)]
         return rows
 
-    def since(self, prepared_at_ms: int, count: int, after_id: str = "") -> list[Transaction]:
-        """Return up to `count` transactions after (time of preparation, id), in that order: log
-        clocks grow with the offsets."""
+    def since(
+        self, prepared_at_ms: int, count: int, after_id: str = "", *, newest: bool = False
+    ) -> list[Transaction]:
+        """Return up to `count` transactions after (time of preparation, id), in that order, or with
+        `newest` in the reverse one: log clocks grow with the offsets."""
         rows: list[Transaction] = []
         same: list[Transaction] = []
-        for transaction in self._since(prepared_at_ms):
+        first = heapq.nlargest if newest else heapq.nsmallest
+        for transaction in (self._until if newest else self._since)(prepared_at_ms):
             if same and transaction.prepared_at_ms != same[0].prepared_at_ms:
-                rows += heapq.nsmallest(count - len(rows), same, key=_id)
+                rows += first(count - len(rows), same, key=_id)
                 same = []
                 if len(rows) == count:
                     return rows
-            if transaction.prepared_at_ms > prepared_at_ms or transaction.id > after_id:
+            of_cursor = transaction.prepared_at_ms == prepared_at_ms
+            if not of_cursor or (
+                transaction.id != after_id and newest == (transaction.id < after_id)
+            ):
                 same.append(transaction)
-        return rows + heapq.nsmallest(count - len(rows), same, key=_id)
+        return rows + first(count - len(rows), same, key=_id)
 
     def _since(self, prepared_at_ms: int) -> Iterator[Transaction]:
         firsts = [block[0].prepared_at_ms for block in self._blocks]
@@ -138,6 +144,12 @@ class OffsetIndex:
                 yield from islice(
                     block, bisect_left(block, prepared_at_ms, key=_prepared_at_ms), None
                 )
+
+    def _until(self, prepared_at_ms: int) -> Iterator[Transaction]:
+        for block in reversed(self._blocks):
+            if block[0].prepared_at_ms <= prepared_at_ms:
+                end = bisect_right(block, prepared_at_ms, key=_prepared_at_ms)
+                yield from reversed(block[:end])
 
 
 class GroupIndex:

@@ -515,7 +515,7 @@ class Broker:
         return f"{silence}. Attempts are not used up meanwhile."
 
     async def list(self, request: ListRequest) -> TransactionPage:
-        """Return transactions of `request.partitions` (None: of all), oldest first.
+        """Return transactions of `request.partitions` (None: of all) by time of preparation.
 
         Raises:
             OwnerUnavailable: this proxy does not own a partition; a shorter list would mislead.
@@ -532,7 +532,7 @@ class Broker:
                 if self.partitions.owner(owner.partition) is not owner:
                     raise OwnerUnavailable(f"half partition {owner.partition} moved: retry")
             self.partitions.check_in_touch()
-        return merge(pages, request.limit)
+        return merge(pages, request.limit, newest=request.newest)
 
     async def overview(self) -> Overview:
         return local_overview(

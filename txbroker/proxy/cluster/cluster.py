@@ -181,7 +181,7 @@ class Cluster:
     # --- list --------------------------------------------------------------------------------
 
     async def list(self, request: ListRequest) -> TransactionPage:
-        """Return transactions of all owners, oldest first."""
+        """Return transactions of all owners by time of preparation."""
         decode_cursor(request.cursor)
         assigned = self._partitions.assigned()
         numbers = range(len(assigned)) if request.partitions is None else request.partitions
@@ -196,7 +196,7 @@ class Cluster:
             for url, share in shares.items()
         ]
         try:
-            return merge(await asyncio.gather(*parts), request.limit)
+            return merge(await asyncio.gather(*parts), request.limit, newest=request.newest)
         finally:
             # One failure cancels the others: there will be no list.
             for part in parts:

@@ -5,6 +5,7 @@ fields and takes the default of missing ones, so builds of different age underst
 """
 
 import secrets
+import sys
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -124,10 +125,14 @@ def encode_cursor(view: TransactionView) -> str:
     return f"{view.prepared_at_ms}.{view.id}"
 
 
-def decode_cursor(cursor: str | None) -> tuple[int, str]:
+_FIRST, _LAST = (-1, ""), (sys.maxsize, "~")
+"""Before and after every transaction in the order of lists."""
+
+
+def decode_cursor(cursor: str | None, *, newest: bool = False) -> tuple[int, str]:
     """Return the time and id after which a list continues."""
     if cursor is None:
-        return (-1, "")
+        return _LAST if newest else _FIRST
     at_ms, _, id = cursor.partition(".")
     try:
         parse_id(id)
@@ -138,17 +143,20 @@ def decode_cursor(cursor: str | None) -> tuple[int, str]:
         ) from None
 
 
-def merge(pages: Sequence[TransactionPage], limit: int) -> TransactionPage:
+def merge(pages: Sequence[TransactionPage], limit: int, *, newest: bool = False) -> TransactionPage:
     """Return one page of several owners' pages, each sorted by time and id.
 
     What follows an incomplete page is unknown, so the merged page ends where that one does.
     """
-    known_to = min(
-        (decode_cursor(page.next_cursor) for page in pages if page.next_cursor is not None),
-        default=None,
-    )
-    views = sorted((view for page in pages for view in page.transactions), key=_key)
-    complete = [view for view in views if known_to is None or _key(view) <= known_to]
+    cursors = [decode_cursor(page.next_cursor) for page in pages if page.next_cursor is not None]
+    known_to = (max if newest else min)(cursors, default=None)
+    views = [view for page in pages for view in page.transactions]
+    views.sort(key=_key, reverse=newest)
+    complete = [
+        view
+        for view in views
+        if known_to is None or (_key(view) >= known_to if newest else _key(view) <= known_to)
+    ]
     shown = complete[:limit]
     if len(shown) < len(complete):
         return TransactionPage(tuple(shown), encode_cursor(shown[-1]))

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from heapq import nsmallest
+from heapq import nlargest, nsmallest
 from typing import NamedTuple
 
 from msgspec import structs
@@ -190,7 +190,7 @@ SLICE = 256
 
 
 async def page_of(ledger: Ledger, request: ListRequest, now_ms: int) -> TransactionPage:
-    """Return a page of one partition's transactions, oldest first."""
+    """Return a page of one partition's transactions by time of preparation."""
     before_ms = None
     if request.older_than_s is not None:
         before_ms = now_ms - round(request.older_than_s * 1000)
@@ -198,10 +198,10 @@ async def page_of(ledger: Ledger, request: ListRequest, now_ms: int) -> Transact
     visible = Patterns(allowed, request.groups_denied)
     if request.state in SETTLED:
         return await _settled(ledger, request, before_ms, visible)
-    at_ms, id = decode_cursor(request.cursor)
+    at_ms, id = decode_cursor(request.cursor, newest=request.newest)
     page = _Page(request.limit)
     while True:
-        part = ledger.index.by_offset.since(at_ms, SLICE, id)
+        part = ledger.index.by_offset.since(at_ms, SLICE, id, newest=request.newest)
         for transaction in part:
             matches = _matches(transaction, request, before_ms, visible)
             if matches and not page.take(transaction):
@@ -258,7 +258,8 @@ async def _settled(
 
     They are kept in the order in which they settled, so each page reads all of them.
     """
-    after = decode_cursor(request.cursor)
+    after = decode_cursor(request.cursor, newest=request.newest)
+    first = nlargest if request.newest else nsmallest
     # One more than fits shows whether the list continues.
     best: list[tuple[int, str]] = []
     candidates: dict[str, SettledSummary] = {}
@@ -266,14 +267,15 @@ async def _settled(
         await asyncio.sleep(0)
         for settled in part:
             key = (settled.prepared_at_ms, settled.id)
-            if key > after and _matches_summary(settled, request, before_ms, visible):
+            follows = key < after if request.newest else key > after
+            if follows and _matches_summary(settled, request, before_ms, visible):
                 best.append(key)
                 candidates[settled.id] = settled
         if len(best) > 4 * request.limit + SLICE:
-            best = nsmallest(request.limit + 1, best)
+            best = first(request.limit + 1, best)
             candidates = {id: candidates[id] for _, id in best}
     page = _Page(request.limit)
-    for _, id in nsmallest(request.limit + 1, best):
+    for _, id in first(request.limit + 1, best):
         if not page.take(ledger.index.get(id) or to_transaction(candidates[id])):
             return page.done(more=True)
     return page.done(more=False)

@@ -219,6 +219,7 @@ class ListQuery(RequestBody, frozen=True):
     group: Group | None = None
     topic: Annotated[str, Meta(min_length=1, max_length=249)] | None = None
     older_than_s: Annotated[float, Meta(ge=0, le=SECONDS_MAX * 100)] | None = None
+    newest: Annotated[bool, Meta(description="Newest first, else oldest first.")] = False
     limit: Annotated[int, Meta(ge=1, le=LIST_LIMIT_MAX)] = 100
     cursor: Annotated[str, Meta(min_length=1, max_length=500)] | None = None
 

@@ -276,7 +276,7 @@ def _search_request(query: SearchQuery) -> SearchRequest:
 
 
 async def list_(call: ApiCall) -> ApiReply:
-    """List transactions, oldest first: those in `state`, else all unsettled."""
+    """List transactions by time of preparation: those in `state`, else all unsettled."""
     query = cast(ListQuery, call.query)
     given = ListRequest(**{name: getattr(query, name) for name in query.__struct_fields__})
     request = within_groups(given, call.principal)

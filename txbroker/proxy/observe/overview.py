@@ -206,6 +206,7 @@ def _counted(shown: PartitionOverview, owner: ObservedPartition, now_ms: int) ->
         parked=parked,
         refused=len(ledger.index.refused),
         committed=len(ledger.index.ready),
+        settled=len(ledger.index.settled),
         oldest_pending_age_s=_age_s(now_ms, min(oldest, default=None)),
         oldest_committed_age_s=_age_s(now_ms, None if first is None else first.verdict.at_ms),
         rates=owner.rates.per_second(),
