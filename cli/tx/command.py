@@ -3,7 +3,7 @@
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -13,16 +13,11 @@ import click
 from txbroker.cli.client import ApiClient, ApiError, client_options, for_all
 from txbroker.cli.completion import complete_groups, complete_ids, complete_topics
 from txbroker.cli.main import SuggestingGroup
-from txbroker.cli.options import conclude, reason_option, require_terminal, with_options, yes_option
+from txbroker.cli.options import reason_option, require_terminal, with_options, yes_option
 from txbroker.cli.output import (
     Row,
-    TableColumn,
-    clock,
-    duration,
     object_output_option,
     output_option,
-    printable,
-    show_data,
     show_rows,
 )
 from txbroker.cli.tx.bulk import (
@@ -40,9 +35,10 @@ from txbroker.cli.tx.bulk import (
     named,
     preview,
 )
+from txbroker.cli.tx.find import find_command, show_stories, trace_command
+from txbroker.cli.tx.rows import COLUMNS, STATES, story
 from txbroker.cli.watching import watch_option, watch_rows
 
-STATES = ("pending", "committed", "promoted", "rolled_back", "parked", "refused")
 _STATES_OF: dict[str, tuple[str | None, ...]] = {
     "settled": ("promoted", "rolled_back"),
     "all": (None, "promoted", "rolled_back"),
@@ -54,32 +50,6 @@ _COUNTED = ("settled", "pending", "parked", "refused", "committed")
 LIMIT = 100
 STORIES_MAX = 5
 """Up to this number, transactions are shown in full before a change; more are summarised."""
-
-
-def _age(row: Row) -> str:
-    return duration(time.time() - row["prepared_at_ms"] / 1000)
-
-
-def _targets(row: Row) -> str:
-    topics = dict.fromkeys(message["topic"] for message in row["messages"])
-    return ", ".join(topics)
-
-
-COLUMNS = (
-    TableColumn("ID", lambda row: row["id"], keep=True),
-    TableColumn("GROUP", lambda row: row["group"]),
-    TableColumn("STATE", lambda row: row["state"], rank=1),
-    TableColumn("AGE", _age, rank=1),
-    TableColumn("MESSAGES", lambda row: len(row["messages"]), rank=4),
-    TableColumn("TOPICS", _targets),
-    TableColumn("ATTEMPTS", lambda row: f"{row['attempts']}/{row['attempts_max']}", rank=3),
-    TableColumn("PREPARED", lambda row: clock(row["prepared_at_ms"]), wide=True),
-    TableColumn("NEXT CHECK", lambda row: clock(row.get("next_check_at_ms")), wide=True),
-    TableColumn("ROUND", lambda row: row["round"], wide=True),
-    TableColumn("DECIDED BY", lambda row: row.get("source"), wide=True),
-    TableColumn("HALF", lambda row: f"{row['partition']}@{row['half_offset']}", wide=True),
-    TableColumn("CAUSE", lambda row: (row.get("cause") or {}).get("message"), wide=True, text=True),
-)
 
 
 @click.group("tx", cls=SuggestingGroup)
@@ -224,13 +194,7 @@ def _left_out(
 @client_options
 def show_command(client: ApiClient, output: str, ids: tuple[str, ...], bodies: bool) -> None:
     """Show transactions in full."""
-    flag = "true" if bodies else None
-    rows = for_all(ids, lambda id: dict(client.get("transactions", id, bodies=flag)))
-    if output in ("json", "yaml"):
-        show_data(rows[0] if len(ids) == 1 and rows else rows, output)
-    elif rows:
-        click.echo("\n\n".join("\n".join(_story(row)) for row in rows))
-    conclude(len(rows), len(ids), "shown")
+    show_stories(client, ids, output, bodies="true" if bodies else None)
 
 
 def _resolving(action: BulkAction, *extra: Any) -> Callable[[Callable[..., None]], click.Command]:
@@ -354,47 +318,11 @@ def _show_before(client: ApiClient, items: Sequence[Item]) -> None:
         rows = for_all([item.id for item in items], lambda id: dict(client.get("transactions", id)))
         if len(rows) <= STORIES_MAX:
             for row in rows:
-                click.echo("\n".join([*_story(row), ""]), err=True)
+                click.echo("\n".join([*story(row), ""]), err=True)
             return
         items = [from_row(row) for row in rows]
     click.echo("\n".join((*preview(items, time.time()), "")), err=True)
 
 
-def _story(row: Row) -> Iterable[str]:
-    yield f"{row['id']}  {row['state']}"
-    facts = {
-        "group": row["group"],
-        "order key": row.get("order_key"),
-        "dedup key": row.get("dedup_key"),
-        "attempts": f"{row['attempts']} of {row['attempts_max']}, round {row['round']}",
-        "next check": clock(row.get("next_check_at_ms")),
-        "waiting": row.get("waiting"),
-        "half": f"partition {row['partition']}, offset {row['half_offset']}",
-        "cause": (row.get("cause") or {}).get("message"),
-    }
-    for name, value in facts.items():
-        if value:
-            yield f"  {name:<11}{printable(str(value))}"
-    for message in row["messages"]:
-        yield f"  message    {printable(_placed(message))}"
-    for event in row.get("timeline", ()):
-        text = f"{clock(event['at_ms'])}  {event['event']:<9} {event.get('text', '')}"
-        yield f"  {printable(text.rstrip())}"
-
-
-def _placed(message: Row) -> str:
-    where = f"{message['topic']}-{message['partition']}"
-    if message.get("offset") is not None:
-        where += f" at offset {message['offset']}"
-    content = [
-        f"{name}={message[field]!r}"
-        for name, field in (
-            ("key", "key"),
-            ("key (base64)", "key_base64"),
-            ("value", "value"),
-            ("value (base64)", "value_base64"),
-            ("headers", "headers"),
-        )
-        if field in message
-    ]
-    return "  ".join((where, *content))
+command.add_command(find_command)
+command.add_command(trace_command)

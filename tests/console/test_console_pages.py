@@ -12,6 +12,8 @@ from tests.kit.cluster import Proxies
 from tests.kit.service import Service
 from tests.kit.until import unique, until
 from txbroker.core.records import Decision, Message
+from txbroker.core.routing import parse_id
+from txbroker.proxy.partition import scan
 
 HOSTILE = """"><script>alert('x')</script><b a='"""
 
@@ -144,13 +146,67 @@ async def test_invalid_filter_answers_with_a_page(reader: Reader, query: str) ->
 # --- one transaction -------------------------------------------------------------------------
 
 
-async def test_an_id_is_found_in_any_case_and_with_blanks(service: Service, reader: Reader) -> None:
-    id = await service.prepare(Message(await topic_of(service), b"k", b"v"))
-    seen = await reader.open(f"/transactions?find=%20{id.lower()}%20")
-    assert (seen.status, seen.url.path) == (200, f"/transactions/{id}")
+async def test_search_field_takes_id_record_and_key(service: Service, reader: Reader) -> None:
+    topic, key = await topic_of(service), unique("order")
+    id = await service.prepare(Message(topic, key.encode(), b"v"))
+    await service.commit(id)
+    for text in (f" {id.lower()} ", f"{topic}/0@0"):
+        seen = await reader.open(f"/find?find={quote(text)}")
+        assert (seen.status, seen.url.path) == (200, f"/transactions/{id}")
+    for text in (id[:22], key):
+        seen = await reader.open(f"/find?find={quote(text)}")
+        assert (seen.status, seen.url.path) == (200, "/find")
+        assert seen.listed() == [id]
+        assert "1 transaction found" in seen.text
+    seen = await reader.open(f"/find?topic={topic}&newer=2h")
+    assert seen.listed() == [id]
+    assert "Nothing was found; everything is read" in (await reader.open("/find?key=none")).text
     unknown = "0" + id[1:-6] + "ZZZZZZ"
     assert (await reader.open(f"/transactions/{unknown}")).status == 404
-    assert (await reader.open("/transactions?find=nonsense")).status == 400
+    for wrong in ("find=t/0@99", f"find={topic}/0@99", "newer=soon", "header=x", "key=k&id=!!"):
+        assert (await reader.open(f"/find?{wrong}")).status in (400, 404), wrong
+
+
+async def test_search_goes_on_page_by_page(
+    service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scan, "BLOCK", 2)
+    monkeypatch.setattr(scan, "MATCHES_MAX", 2)
+    topic, group = await topic_of(service), unique("many")
+    ids = [await service.prepare(Message(topic, b"k", b"v"), group=group) for _ in range(5)]
+    for id in ids:
+        await service.act(id, "rollback")
+    seen, listed = await reader.open(f"/find?group={group}&topic={topic}"), set()
+    for _ in range(50):
+        listed |= set(seen.listed())
+        if not seen.links("Search on"):
+            break
+        assert "% of the topics" in seen.text
+        seen = await reader.open(seen.link("Search on"))
+    assert listed == set(ids)
+
+
+async def test_what_memory_lost_is_shown_or_named(service: Service, reader: Reader) -> None:
+    topic = await topic_of(service)
+    id = await service.prepare(Message(topic, b"k", b"v"))
+    await service.commit(id, reason="paid")
+    for owner in service.proxy.broker.partitions.open().values():
+        owner.ledger.index.settled.seal()
+        owner.ledger.index.settled.shown.clear()
+    listed = await reader.open("/transactions?state=promoted")
+    shown = await reader.open(f"/transactions/{id}")
+    traced = await reader.open(shown.link("Read the places of all records"))
+    for seen in (listed, shown, traced):
+        assert "None" not in seen.text
+    assert "commit by operator" in shown.text
+    assert "paid" in shown.text
+    assert f"{topic}/0@0" in shown.text
+    assert "Read back" in shown.text
+    assert f".op/{parse_id(id).partition}@" in traced.text
+    await service.delete_topic(topic)
+    gone = await reader.open(f"/transactions/{id}")
+    assert "Unknown" in gone.text
+    assert "does not exist" in gone.text
 
 
 async def test_timeline_shows_each_event(service: Service, reader: Reader) -> None:
@@ -164,7 +220,7 @@ async def test_timeline_shows_each_event(service: Service, reader: Reader) -> No
     text = seen.main.one("section", id="timeline").text
     assert f"{service.desk.url}/check/{group}" in text
     assert "attempt 1.1 (due)" in text
-    assert f"{topic}-0 at offset 0" in text
+    assert f"to {topic}/0@0" in text
     assert seen.main.all("a", **{"class": "button"}) == []  # nothing is left to be done
 
 
@@ -255,7 +311,9 @@ async def test_hostile_names_are_escaped(service: Service, reader: Reader) -> No
         f"/transactions?group={quote(group)}",
         f"/transactions/{id}?bodies=1",
         f"/actions/commit?group={quote(group)}",
-        f"/transactions?find={quote(HOSTILE)}",
+        f"/find?find={quote(HOSTILE)}",
+        f"/find?key={quote(HOSTILE)}",
+        f"/find?header=a={quote(HOSTILE)}&id=00",
         f"/groups?name={quote(HOSTILE)}",
         f"/transactions/{quote(HOSTILE, safe='')}",
         f"/actions/{quote(HOSTILE, safe='')}",
@@ -276,8 +334,8 @@ async def every_page(service: Service, reader: Reader) -> list[tuple[str, Any]]:
     group, (id,) = await parked(service, await topic_of(service))
     paths = [
         "/", "/transactions", "/transactions?state=parked", f"/transactions/{id}",
-        f"/transactions/{id}?bodies=1", "/groups", f"/actions/commit?id={id}",
-        f"/actions/revive?group={group}", "/transactions/nonsense",
+        f"/transactions/{id}?bodies=1", "/groups", "/find", "/find?key=k",
+        f"/actions/commit?id={id}", f"/actions/revive?group={group}", "/transactions/nonsense",
     ]  # fmt: skip
     return [(path, await reader.open(path)) for path in paths]
 

@@ -1,12 +1,11 @@
 """The terms of a search: they match records of the half topic, and transactions in memory."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from txbroker.core.decoding import HalfPart, Malformed, NewerVersion, decode_half
-from txbroker.core.encoding import ID_HEADER
-from txbroker.core.records import Message, Record
+from txbroker.core.records import Header, Message, Record
 from txbroker.core.routing import ALPHABET, LENGTH, TIME_MAX_MS, dedup_hash, order_hash
 from txbroker.core.transaction import Transaction, key_mark
 
@@ -70,24 +69,25 @@ class Terms(NamedTuple):
 
     # --- records -----------------------------------------------------------------------------
 
-    def match_record(self, record: Record) -> str | None:
+    def match_record(self, record: Record, needed: Sequence[Header]) -> str | None:
         """Return the id of the transaction of a matching record of the half topic, None if it does
         not match.
+
+        Args:
+            needed: `needed_headers()`.
 
         Of several records of a transaction, its order and dedup key are on the first only: these
         terms are left out if one of a message is given. `match` applies them.
         """
         if self.key is not None and record.key != self.key:
             return None
-        headers = record.headers
-        if len(headers) < 2 or headers[1][0] != ID_HEADER:
-            return None
-        id = (headers[1][1] or b"").decode(errors="replace")
-        if self.id is not None and not id.startswith(self.id):
-            return None
         if self.from_ms is not None and record.timestamp_ms < self.from_ms:
             return None
         if self.to_ms is not None and record.timestamp_ms >= self.to_ms:
+            return None
+        # Decoding takes ten times as long.
+        headers = tuple(record.headers)
+        if any(header not in headers for header in needed):
             return None
         try:
             part = decode_half(record)
@@ -95,8 +95,18 @@ class Terms(NamedTuple):
             return None
         return part.id if self._match_part(part) else None
 
+    def needed_headers(self) -> tuple[Header, ...]:
+        """Return headers that a matching record of the half topic has, ours and the user's."""
+        texts = {"txb-group": self.group, "txb-topic": self.topic}
+        if not self._of_message:
+            texts |= {"txb-order": self.order_key, "txb-dedup": self.dedup_key}
+        ours = [(name, text.encode()) for name, text in texts.items() if text is not None]
+        return (*ours, *(() if self.header is None else (self.header,)))
+
     def _match_part(self, part: HalfPart) -> bool:
         if self.group is not None and part.group != self.group:
+            return False
+        if self.id is not None and not part.id.startswith(self.id):
             return False
         if self._of_message:
             return self._match_message(part.message)

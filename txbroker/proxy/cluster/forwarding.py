@@ -22,7 +22,7 @@ from txbroker.contract.service import (
 from txbroker.core.routing import dedup_randomness, make_id, parse_id
 from txbroker.core.terms import Terms
 from txbroker.errors import BadRequest, RequestError, request_errors
-from txbroker.proxy.partition.scan import Cursor
+from txbroker.proxy.partition.scan import DONE, MEMORY_DONE, Cursor
 from txbroker.proxy.partition.scan import decode_cursor as decode_place
 
 PREFIX = "/internal/v1"
@@ -92,14 +92,19 @@ class SearchPlace(NamedTuple):
         return self.partitions[self.number]
 
     def after(self, following: Cursor | None) -> tuple[str | None, float]:
-        """Return the cursor of the next page, None on the last one, and the part that is done."""
-        number, part = self.number, 0.0 if following is None else following.done
+        """Return the cursor of the next page, None on the last one, and the part that is done.
+
+        The memory of all half partitions comes before the topic of the first.
+        """
+        number, count = self.number, len(self.partitions)
         if following is None:
-            number, following = number + 1, Cursor()
-        last = number == len(self.partitions)
-        return None if last else f"{number}:{following.encode()}", (number + part) / len(
-            self.partitions
-        )
+            number, following = number + 1, MEMORY_DONE
+        elif following == MEMORY_DONE:
+            number, following = (0, MEMORY_DONE) if number + 1 == count else (number + 1, Cursor())
+        if number == count:
+            return None, 1.0
+        done = (number + following.done) / count if following.seen == DONE else 0.0
+        return f"{number}:{following.encode()}", done
 
 
 def terms_of(request: SearchRequest) -> Terms:

@@ -18,7 +18,7 @@ PAGE_ROWS = 50
 PAGE_ROWS_MAX = 250
 """Rendering a page blocks the event loop."""
 _TAKEN = ("state", "group", "topic", "limit", "cursor")
-_KNOWN = frozenset({*_TAKEN, "older", "id", "find", "reason", "by", "covered"})
+_KNOWN = frozenset({*_TAKEN, "older", "id", "reason", "by", "covered"})
 """Fields of links and forms. An unknown field may be meant as a filter, such as the API's
 `older_than_s`; ignoring it would make an action cover too much."""
 _OLDER = re.compile(r"(\d{1,10}(?:\.\d{1,3})?)\s*([smhd]?)", re.ASCII)
@@ -117,14 +117,17 @@ def read_listing(fields: Mapping[str, str]) -> Listing:
 
 
 def _older(text: str | None) -> dict[str, float]:
-    if text is None:
-        return {}
+    return {} if text is None else {"older_than_s": read_age_s(text, "older")}
+
+
+def read_age_s(text: str, field: str) -> float:
+    """Return an age such as `10m`, seconds."""
     match = _OLDER.fullmatch(text)
     if match is None:
         raise BadRequest(
-            "cannot read the age: give a number and s, m, h or d, such as 10m", path="older"
+            "cannot read the age: give a number and s, m, h or d, such as 10m", path=field
         )
-    return {"older_than_s": float(match[1]) * _SECONDS[match[2]]}
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def _shortest(seconds: float) -> str:

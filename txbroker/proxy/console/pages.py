@@ -15,7 +15,7 @@ from txbroker.principals import Role
 from txbroker.proxy.console.actions import Action, allowed
 from txbroker.proxy.console.concerns import concerns_of
 from txbroker.proxy.console.filters import PAGE_ROWS, AuditNote, convert, read_listing
-from txbroker.proxy.console.formatting import link, with_query
+from txbroker.proxy.console.formatting import with_query
 from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
 from txbroker.proxy.console.visitors import NAME_MAX
 from txbroker.proxy.http.context import within_groups
@@ -82,10 +82,7 @@ async def overview(request: PageRequest) -> HtmlPage | Redirect:
 
 
 async def transactions(request: PageRequest) -> HtmlPage | Redirect:
-    """List transactions, or redirect to the one searched by id."""
-    id = request.query.get("find", "").strip()
-    if id:
-        return Redirect(link(f"/transactions/{plain_id(id)}"))
+    """List transactions."""
     listing = read_listing({name: v for name, v in request.query.items() if name != "id"})
     listed = listing.filter.request(limit=listing.limit, cursor=listing.cursor)
     page = await request.context.service.list(within_groups(listed, request.principal))
@@ -112,11 +109,13 @@ async def transaction(request: PageRequest) -> HtmlPage | Redirect:
     """Show one transaction; its message bodies on request."""
     id = plain_id(request.http.match_info["id"])
     bodies = request.principal.sees_bodies and request.query.get("bodies", "") in ("1", "true")
-    view = await request.context.service.find(id, bodies=bodies)
+    trace = request.query.get("trace", "") in ("1", "true")
+    view = await request.context.service.find(id, bodies=bodies, trace=trace)
     request.principal.check_own(view.group)
     values = {
         "view": view,
         "bodies": bodies,
+        "trace": trace,
         "sees_bodies": request.principal.sees_bodies,
         "actions": [action for action in _actions(request) if view.state in action.states],
         "next_check_s": _in_s(view, request.context.service.now_ms()),

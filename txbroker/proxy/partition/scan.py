@@ -59,6 +59,7 @@ class Cursor(NamedTuple):
 
 
 DONE = _OFFSET_MAX
+MEMORY_DONE = Cursor(DONE)
 """Memory is searched."""
 
 
@@ -105,7 +106,7 @@ async def search_memory(
                 if len(ids) == MATCHES_MAX:
                     return ScanPage(ids, 0, Cursor(seen))
         await yielder.step()
-    return ScanPage(ids, 0, Cursor(DONE))
+    return ScanPage(ids, 0, MEMORY_DONE)
 
 
 async def _match_messages(transaction: Transaction, bodies: BodyCache, terms: Terms) -> bool:
@@ -132,6 +133,7 @@ async def search_half(half: Log, terms: Terms, cursor: Cursor) -> ScanPage:
     begin, before = max(begin, start), min(before, stop)
     block = max(begin, before - BLOCK)
     at = min(max(at, block), before)
+    needed = terms.needed_headers()
     found: dict[str, None] = {}
     count = size = 0
     deadline_s = time.monotonic() + PAGE_S
@@ -140,7 +142,7 @@ async def search_half(half: Log, terms: Terms, cursor: Cursor) -> ScanPage:
             for record in records:
                 at, count = record.offset + 1, count + 1
                 size += len(record.key or b"") + len(record.value or b"")
-                id = terms.match_record(record)
+                id = terms.match_record(record, needed)
                 if id is not None:
                     found[id] = None
                     if len(found) == MATCHES_MAX:

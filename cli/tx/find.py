@@ -1,0 +1,175 @@
+"""`txbroker tx find` and `tx trace`: which transaction was it, and what happened to it."""
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+from txbroker.cli.client import ApiClient, client_options, for_all
+from txbroker.cli.completion import complete_groups, complete_ids, complete_topics
+from txbroker.cli.options import conclude, with_options
+from txbroker.cli.output import (
+    Row,
+    object_output_option,
+    output_option,
+    row_lines,
+    show_data,
+    show_rows,
+)
+from txbroker.cli.tx.rows import COLUMNS, STATES, story
+
+LIMIT = 100
+_ID_CHARS = 26
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_AGO = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
+
+
+class Moment(click.ParamType[int]):
+    """A time: an age such as `2h`, or a date and time in ISO 8601, UTC without another zone."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return milliseconds since 1970."""
+        text = str(value)
+        if match := _AGO.fullmatch(text):
+            return round((time.time() - int(match[1]) * _SECONDS[match[2]]) * 1000)
+        try:
+            moment = datetime.fromisoformat(text)
+            zoned = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+            return max(0, round(zoned.timestamp() * 1000))
+        except (ValueError, OverflowError):
+            self.fail(
+                f"{text[:40]!r} is no time: give an age such as 30m or 2h, or a time such as "
+                "2026-01-31T18:00",
+                param,
+                ctx,
+            )
+
+
+_MOMENT = Moment()
+
+
+@click.command("find")
+@click.argument("what", required=False, metavar="[ID|TOPIC/PARTITION@OFFSET]")
+@with_options(
+    click.option("--topic", metavar="NAME", shell_complete=complete_topics, help="Its target."),
+    click.option("--key", metavar="TEXT", help="The key of one of its messages."),
+    click.option("--key-base64", metavar="BASE64", help="The same, any bytes."),
+    click.option("--header", metavar="NAME=VALUE", help="A header of the same message."),
+    click.option("--dedup-key", metavar="TEXT", help="The producer's dedup key."),
+    click.option("--order-key", metavar="TEXT", help="The producer's order key."),
+    click.option("--group", metavar="NAME", shell_complete=complete_groups, help="Its group."),
+    click.option("--since", type=_MOMENT, metavar="TIME", help="Prepared since then."),
+    click.option("--until", type=_MOMENT, metavar="TIME", help="Prepared before."),
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=LIMIT,
+    show_default=True,
+    metavar="N",
+    help="Stop after this number.",
+)
+@output_option
+@client_options
+def find_command(
+    client: ApiClient, output: str, limit: int, what: str | None, **terms: Any
+) -> None:
+    """Find transactions, also those settled long ago.
+
+    By an id or its first characters, by any record of theirs, by the key of a message (--topic
+    orders --key 4711), or by the other options, which all have to match. The proxies look in
+    memory, then read their half topic from its end to its start; --since and --until bound that.
+    Ctrl-C stops, and shows what was found. A TIME is an age such as 2h, or 2026-01-31T18:00, UTC.
+    """
+    query = {
+        {"since": "from_ms", "until": "to_ms"}.get(name, name): value
+        for name, value in terms.items()
+        if value is not None
+    }
+    if what is not None:
+        if len(what) == _ID_CHARS and not query:
+            show_rows([client.get("transactions", what)], COLUMNS, output, "")
+            return
+        query["record" if "@" in what else "id"] = what
+    if not query:
+        raise click.UsageError("say what to find: an id, a record, or options such as --key")
+    rows: dict[str, Row] = {}
+    done, records, stopped = 0.0, 0, False
+    streams = output not in ("json", "yaml")
+    try:
+        with _progress() as show:
+            for page in _pages(client, query):
+                fresh = [row for row in page["transactions"] if row["id"] not in rows]
+                if fresh and streams:
+                    lines = row_lines(fresh, COLUMNS, output, titles=not rows).lines
+                    click.echo("\n".join(lines))
+                rows |= {row["id"]: row for row in fresh}
+                done, records = page["done"], records + page["records"]
+                show(done, f"{records:,} records, {len(rows):,} found")
+                if len(rows) >= limit and page["next_cursor"]:
+                    break
+    except KeyboardInterrupt:
+        stopped = True
+    where = f"{records:,} records" if done == 1 else f"{records:,} records, {done:.0%} of all"
+    if not rows or not streams:
+        show_rows(list(rows.values()), COLUMNS, output, f"Nothing was found in {where}.")
+    if done < 1 and (rows or stopped):
+        why = "You stopped" if stopped else f"It stopped at {len(rows):,}"
+        click.echo(f"{why} after {where}: bound it by --since, or raise --limit.", err=True)
+
+
+def _pages(client: ApiClient, query: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    cursor: str | None = None
+    while True:
+        page = client.get("search", **query, cursor=cursor)
+        yield page
+        cursor = page["next_cursor"]
+        if cursor is None:
+            return
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[float, str], None]]:
+    """Show a progress bar on stderr, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield lambda done, text: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=1.0)
+        yield lambda done, text: progress.update(task, completed=done, description=text)
+
+
+@click.command("trace")
+@click.argument(
+    "ids", nargs=-1, required=True, metavar="ID...", shell_complete=complete_ids(STATES)
+)
+@object_output_option
+@client_options
+def trace_command(client: ApiClient, output: str, ids: tuple[str, ...]) -> None:
+    """Show the whole life of transactions, with the place of every record.
+
+    The proxy reads markers and messages back from the topics, for up to 20 s. A place
+    TOPIC/PARTITION@OFFSET can be given to `txbroker tx find`.
+    """
+    show_stories(client, ids, output, trace="true")
+
+
+def show_stories(client: ApiClient, ids: Sequence[str], output: str, **query: str | None) -> None:
+    """Show transactions in full, as the API returns them with this query."""
+    rows = for_all(ids, lambda id: dict(client.get("transactions", id, **query)))
+    if output in ("json", "yaml"):
+        show_data(rows[0] if len(ids) == 1 and rows else rows, output)
+    elif rows:
+        click.echo("\n\n".join("\n".join(story(row)) for row in rows))
+    conclude(len(rows), len(ids), "shown")

@@ -1,0 +1,81 @@
+"""The search: by id, record, key, header or time, for a few seconds at a time."""
+
+import re
+import time
+from dataclasses import dataclass
+
+from txbroker.contract.service import SearchPage, TransactionView
+from txbroker.core.routing import ALPHABET, LENGTH
+from txbroker.core.terms import parse_place
+from txbroker.proxy.console.filters import convert, read_age_s
+from txbroker.proxy.console.formatting import link, with_query
+from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
+from txbroker.proxy.http.bodies import SearchQuery
+from txbroker.proxy.http.transactions import searched
+
+PAGE_S = 4.0
+"""Time that one page searches without finding anything, seconds."""
+_TERMS = ("id", "group", "topic", "key", "order_key", "dedup_key", "header")
+_ID_START = re.compile(f"0[{ALPHABET}]{{5,{LENGTH - 1}}}", re.IGNORECASE)
+"""Nearly every id begins so, and no order number of a shop that counts from 1."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a page of the search shows: `records` read for it, `done` of the topics so far."""
+
+    views: tuple[TransactionView, ...]
+    done: float
+    records: int
+    seconds: float
+
+
+async def find(request: PageRequest) -> HtmlPage | Redirect:
+    """Search transactions, or redirect to the only one that a text can mean."""
+    fields = {name: text.strip() for name, text in request.query.items() if text.strip()}
+    text = fields.pop("find", "")
+    if len(text) == LENGTH and _ID_START.fullmatch(text):
+        return Redirect(link(f"/transactions/{text.upper()}"))
+    if parse_place(text):
+        page = await _search(request, {"record": text}, None)
+        if page.transactions:
+            return Redirect(link(f"/transactions/{page.transactions[0].id}"))
+    elif text:
+        return Redirect(link("/find", **{"id" if _ID_START.fullmatch(text) else "key": text}))
+    cursor = fields.pop("cursor", None)
+    query = {name: fields[name] for name in _TERMS if name in fields}
+    newer = fields.get("newer", "")
+    found = following = None
+    if query or newer:
+        found, following = await _pages(request, query, newer, cursor)
+    values = {
+        "fields": fields,
+        "found": found,
+        "next": following and with_query("/find", {**query, "newer": newer}, cursor=following),
+    }
+    return HtmlPage("find.html", values)
+
+
+async def _pages(
+    request: PageRequest, query: dict[str, str], newer: str, cursor: str | None
+) -> tuple[Found, str | None]:
+    """Read pages of a search until one has found something, and return where it goes on."""
+    terms: dict[str, object] = {**query}
+    if newer:
+        now_ms = request.context.service.now_ms()
+        terms["from_ms"] = max(0, now_ms - round(1000 * read_age_s(newer, "newer")))
+    began_s, records = time.monotonic(), 0
+    while True:
+        page = await _search(request, terms, cursor)
+        cursor, records = page.next_cursor, records + page.records
+        seconds = time.monotonic() - began_s
+        if cursor is None or page.transactions or seconds > PAGE_S:
+            return Found(page.transactions, page.done, records, seconds), cursor
+
+
+async def _search(request: PageRequest, terms: dict[str, object], cursor: str | None) -> SearchPage:
+    given = terms if cursor is None else {**terms, "cursor": cursor}
+    return await searched(request.context.service, convert(given, SearchQuery), request.principal)
+
+
+ROUTES = (Route("GET", "/find", find),)
