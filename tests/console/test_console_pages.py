@@ -13,6 +13,7 @@ from tests.kit.service import Service
 from tests.kit.until import unique, until
 from txbroker.core.records import Decision, Message
 from txbroker.core.routing import parse_id
+from txbroker.proxy.console import search
 from txbroker.proxy.partition import scan
 
 HOSTILE = """"><script>alert('x')</script><b a='"""
@@ -171,7 +172,7 @@ async def test_search_goes_on_page_by_page(
     service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scan, "BLOCK", 2)
-    monkeypatch.setattr(scan, "MATCHES_MAX", 2)
+    monkeypatch.setattr(search, "PAGE_ROWS", 2)
     topic, group = await topic_of(service), unique("many")
     ids = [await service.prepare(Message(topic, b"k", b"v"), group=group) for _ in range(5)]
     for id in ids:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from txbroker.contract.service import SearchPage, TransactionView
 from txbroker.core.routing import ALPHABET, LENGTH
 from txbroker.core.terms import parse_place
-from txbroker.proxy.console.filters import convert, read_age_s
+from txbroker.proxy.console.filters import PAGE_ROWS, convert, read_age_s
 from txbroker.proxy.console.formatting import link, with_query
 from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
 from txbroker.proxy.http.bodies import SearchQuery
 from txbroker.proxy.http.transactions import searched
 
-PAGE_S = 4.0
-"""Time that one page searches without finding anything, seconds."""
+PAGE_S, EMPTY_PAGE_S = 1.0, 4.0
+"""Time that one page searches, and one that has found nothing, seconds."""
 _TERMS = ("id", "group", "topic", "key", "order_key", "dedup_key", "header")
 _ID_START = re.compile(f"0[{ALPHABET}]{{5,{LENGTH - 1}}}", re.IGNORECASE)
 """Nearly every id begins so, and no order number of a shop that counts from 1."""
@@ -64,13 +64,16 @@ async def _pages(
     if newer:
         now_ms = request.context.service.now_ms()
         terms["from_ms"] = max(0, now_ms - round(1000 * read_age_s(newer, "newer")))
+    views: dict[str, TransactionView] = {}
     began_s, records = time.monotonic(), 0
     while True:
         page = await _search(request, terms, cursor)
+        views |= {view.id: view for view in page.transactions}
         cursor, records = page.next_cursor, records + page.records
         seconds = time.monotonic() - began_s
-        if cursor is None or page.transactions or seconds > PAGE_S:
-            return Found(page.transactions, page.done, records, seconds), cursor
+        full = len(views) >= PAGE_ROWS or seconds > (PAGE_S if views else EMPTY_PAGE_S)
+        if cursor is None or full:
+            return Found(tuple(views.values()), page.done, records, seconds), cursor
 
 
 async def _search(request: PageRequest, terms: dict[str, object], cursor: str | None) -> SearchPage:

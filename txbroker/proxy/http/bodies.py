@@ -269,7 +269,6 @@ class SearchQuery(RequestBody, frozen=True):
             str,
             Meta(
                 max_length=SEARCHED_BYTES_MAX,
-                pattern=r"^[^=]+=",
                 description="`name=value` of the same message.",
             ),
         ]

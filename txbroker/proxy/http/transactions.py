@@ -263,7 +263,9 @@ def _search_request(query: SearchQuery) -> SearchRequest:
         id = query.id.upper() if query.id.isascii() else query.id
         if not set(id) <= set(ALPHABET):
             raise BadRequest("id has other characters than transaction ids have", path="id")
-    name, _, value = (query.header or "").partition("=")
+    name, sign, value = (query.header or "").partition("=")
+    if query.header is not None and not (name and sign):
+        raise BadRequest("header is no name and value: give it as name=value", path="header")
     request = SearchRequest(
         id=id,
         key=key,

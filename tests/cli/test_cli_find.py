@@ -1,0 +1,111 @@
+"""`txbroker tx find` and `tx trace`: what happened to order 4711?"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.cli_stub import Asked, Reply, Stub
+from tests.kit.cli import Call
+from tests.kit.until import unique
+from txbroker.cli.client import ApiClient
+
+
+def test_order_is_found_and_traced(there: Call) -> None:
+    topic, key = unique("topic"), unique("order")
+    sent = there("send", topic, "v", "--key", key, "-H", "kind=order", "--wait")
+    id = sent.out.strip()
+    there("send", topic, "v", "--key", "other", "--decision", "none")
+    for terms in (
+        ["--topic", topic, "--key", key],
+        ["--header", "kind=order", "--topic", topic, "--since", "1h", "--until", "2999-01-01"],
+        [f"{topic}/0@0"],
+        [id],
+        [id.lower()],
+    ):
+        rows = there("tx", "find", *terms, "-o", "ndjson", "--columns", "id,state")
+        assert rows.out == f'{{"id": "{id}", "state": "promoted"}}\n', terms
+    assert len(there("tx", "find", "--topic", topic, "-o", "json").json) == 2
+    story = there("tx", "trace", id).out
+    for words in ("prepared", "record txbroker.half/", "record txbroker.op/", f"{topic}/0@0"):
+        assert words in story
+    nothing = there("tx", "find", "--topic", topic, "--key", "nothing")
+    assert (nothing.code, nothing.out) == (0, "")
+    assert nothing.err.startswith("Nothing was found in ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "say what to find"),
+        (["'; DROP TABLE --"], "other characters than transaction ids"),
+        (["<script>@1"], "no place of a record"),
+        (["t/0@99999"], "does not exist"),
+        (["--key", "k" * 10_000], "expected `str` of length <= 4096"),
+        (["--header", "novalue"], "give it as name=value"),
+        (["--since", "yesterday"], "is no time"),
+        (["--since", "9999-99-99"], "is no time"),
+        (["0" * 26], "no such transaction"),
+    ],
+)
+def test_useless_terms_are_a_sentence(there: Call, arguments: list[str], why: str) -> None:
+    wrong = there("tx", "find", *arguments)
+    assert wrong.code in (1, 2)
+    assert why in wrong.err
+
+
+def pages(stub: Stub, count: int) -> None:
+    """Let the proxy answer with one transaction on each of so many pages."""
+    rows = [stub.rows[id] for id in stub.add(count)]
+
+    def answer(asked: Asked) -> Reply | None:
+        if asked.path != "/v1/search":
+            return None
+        at = int(asked.query.get("cursor", 0))
+        return 200, {
+            "transactions": [rows[at]],
+            "next_cursor": str(at + 1) if at + 1 < count else None,
+            "done": (at + 1) / count,
+            "records": 1000,
+        }
+
+    stub.answer = answer
+
+
+def test_limit_stops_search_and_says_where(call: Call, stub: Stub) -> None:
+    pages(stub, 4)
+    found = call("tx", "find", "--key", "k", "--limit", 2, "--columns", "id", "--url", stub.url)
+    assert found.out.split() == ["ID", *list(stub.rows)[:2]]
+    assert "It stopped at 2 after 2,000 records, 50% of all" in found.err
+    whole = call("tx", "find", "--key", "k", "--columns", "id", "--url", stub.url)
+    assert (whole.out.split()[1:], whole.err) == (list(stub.rows), "")
+
+
+def test_user_stops_search_and_keeps_what_was_found(
+    call: Call, stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages(stub, 4)
+    inner = ApiClient.get
+    calls: list[object] = []
+
+    def get(self: ApiClient, *path: str, **query: object) -> object:
+        calls.append(query)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return inner(self, *path, **query)
+
+    monkeypatch.setattr(ApiClient, "get", get)
+    found = call("tx", "find", "--key", "k", "-o", "json", "--url", stub.url)
+    assert [row["id"] for row in found.json] == list(stub.rows)[:2]
+    assert "You stopped after 2,000 records, 50% of all" in found.err
+
+
+def test_unknown_attempts_are_no_zero(call: Call, stub: Stub) -> None:
+    (id,) = stub.add(1, state="promoted")
+    stub.rows[id] |= {"attempts": None, "attempts_max": None, "round": None}
+    stub.rows[id] |= {"gaps": ["decider and reason: gone"], "read_back": True}
+    listed = call("tx", "list", "--state", "settled", "--columns", "attempts", "--url", stub.url)
+    assert listed.out.split() == ["ATTEMPTS", "-"]
+    story = call("tx", "show", id, "--url", stub.url).out
+    assert "decider and reason: gone" in story
+    assert "None" not in story
+    assert "attempts" not in story
