@@ -99,7 +99,7 @@ def find_command(
             return
         query["record" if "@" in what else "id"] = what
     if not query:
-        raise click.UsageError("say what to find: an id, a record, or options such as --key")
+        raise click.UsageError("name what to find: an id, a record, or options such as --key")
     rows: dict[str, Row] = {}
     done, records, stopped = 0.0, 0, False
     streams = output not in ("json", "yaml")

@@ -36,7 +36,7 @@ def test_order_is_found_and_traced(there: Call) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ([], "say what to find"),
+        ([], "name what to find"),
         (["'; DROP TABLE --"], "other characters than transaction ids"),
         (["<script>@1"], "no place of a record"),
         (["t/0@99999"], "does not exist"),

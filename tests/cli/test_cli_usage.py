@@ -60,7 +60,7 @@ def test_every_setting_is_an_option_of_the_proxy(call: Call) -> None:
 
 
 def test_help_names_each_environment_variable() -> None:
-    """An option has one if and only if its help says so, and a setting has its own."""
+    """An option has one if and only if its help names it, and a setting has its own."""
     for command, context in commands():
         for option in command.params:
             if not isinstance(option, click.Option):

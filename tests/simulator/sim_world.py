@@ -201,7 +201,8 @@ class Harness:
         """Yield all that owners know and is not settled."""
         for proxy in self.proxies:
             if proxy.broker is not None:
-                yield from ((each.id, each) for _, each in proxy.broker.unsettled())
+                for owner in proxy.broker.partitions.open().values():
+                    yield from owner.ledger.index.transactions.items()
 
     def _truncated(self) -> set[int]:
         """The half partitions that stopped because of deleted records."""

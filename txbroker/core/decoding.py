@@ -212,7 +212,7 @@ class Promoted(NamedTuple):
 
 
 def decode_promoted(record: Record) -> Promoted | None:
-    """Return what txbroker's headers say of a record in a target; None without them.
+    """Return the txbroker headers of a record in a target; None without them.
 
     Only the first headers count: the same names elsewhere are the user's.
     """

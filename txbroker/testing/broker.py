@@ -250,7 +250,8 @@ class InMemoryBroker:
         def unsettled() -> list[str]:
             return [
                 f"{transaction.id} of group {transaction.half.group!r} is {transaction.state}"
-                for _, transaction in self._proxy.broker.unsettled()
+                for owner in self._proxy.broker.partitions.open().values()
+                for transaction in owner.ledger.index.transactions.values()
                 if transaction.state in (State.PENDING, State.COMMITTED)
             ]
 
@@ -275,7 +276,8 @@ class InMemoryBroker:
         unreachable = self._proxy.checks.unreachable()
         return [
             at_ms
-            for _, transaction in self._proxy.broker.unsettled()
+            for owner in self._proxy.broker.partitions.open().values()
+            for transaction in owner.ledger.index.transactions.values()
             if (at_ms := due_ms(transaction)) is not None
             and transaction.half.group not in unreachable
         ]

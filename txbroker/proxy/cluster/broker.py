@@ -27,27 +27,25 @@ from txbroker.contract.service import (
     TransactionView,
     alone,
 )
-from txbroker.core.decoding import Malformed, NewerVersion, decode_log, decode_promoted
 from txbroker.core.encoding import headers_bytes, installation_headers
-from txbroker.core.records import Cause, CheckPolicy, Half, Message, Place, Record
+from txbroker.core.records import Cause, CheckPolicy, Half, Message, Place
 from txbroker.core.routing import home, partition_of
-from txbroker.core.terms import RecordPlace, parse_place
 from txbroker.core.transaction import Transaction
-from txbroker.door.protocols import Door, LogTruncated, TargetFacts
+from txbroker.door.protocols import Door, TargetFacts
 from txbroker.errors import (
     BadRequest,
     BadSchedule,
     IdExpired,
     KafkaUnavailable,
-    NotFound,
     OwnerUnavailable,
     RequestError,
     TooLarge,
 )
 from txbroker.principals import Directory, no_principals
-from txbroker.proxy.cluster.forwarding import merge, new_id, search_place, terms_of
+from txbroker.proxy.cluster.forwarding import merge, new_id
 from txbroker.proxy.cluster.partition_manager import PartitionManager
-from txbroker.proxy.cluster.views import LogNames, page_of, summary, view_of, visible_to
+from txbroker.proxy.cluster.searcher import Searcher
+from txbroker.proxy.cluster.views import LogNames, page_of, view_of, visible_to
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.overview import GroupStatus, local_overview
 from txbroker.proxy.observe.tracing import deciding
@@ -135,6 +133,7 @@ class Broker:
         self.partitions = PartitionManager(
             door, self._targets, settings, runner, events, principals=principals
         )
+        self.searcher = Searcher(door, self._targets, self.partitions, self._logs)
         self.partitions.on_change(self._keep_time)
         self._calls = _Calls()
         self.check_open = self._calls.check_open
@@ -456,51 +455,10 @@ class Broker:
             OwnerUnavailable: this proxy does not own it.
         """
         if request.record is not None:
-            view = await self.find(await self.transaction_of(request.record))
+            view = await self.find(await self.searcher.transaction_of(request.record))
             return SearchPage(visible_to(request, (view,)))
-        place = search_place(request, self._door.partitions)
-        if place is None:
-            return SearchPage(())
         with self._calls.take():
-            owner = self.partitions.owner(place.partition)
-            page, found = await owner.api.scan(terms_of(request), place.cursor, owner.bodies)
-            self.partitions.check_in_touch()
-        cursor, done = place.after(page.next)
-        views = tuple(summary(transaction) for transaction in found)
-        return SearchPage(visible_to(request, views), cursor, done, page.records)
-
-    async def transaction_of(self, record: str) -> str:
-        """Return the id of the transaction of a record in a target or in half or operation topic.
-
-        Args:
-            record: its place, as `topic/partition@offset`.
-
-        Raises:
-            BadRequest: this is no place of a record, or the record is not txbroker's.
-            NotFound: the topic has no such record.
-            OwnerUnavailable: Kafka does not answer.
-        """
-        place = parse_place(record)
-        if place is None:
-            raise BadRequest(
-                f"{record[:80]!r} is no place of a record: give topic/partition@offset",
-                path="record",
-            )
-        topic, partition, offset = place
-        if topic not in self._logs:
-            facts = await self._targets.examine(topic)
-            if isinstance(facts, Cause):
-                raise NotFound(facts.message)
-        try:
-            async for records in self._targets.records(topic, partition, start=offset):
-                for stored in records:
-                    if stored.offset >= offset:
-                        return _transaction_of(stored, place, self._logs)
-        except LogTruncated as error:
-            raise NotFound(f"there is no record {record}: {error}") from None
-        except KafkaUnavailable as error:
-            raise OwnerUnavailable(f"cannot read {record}: {error}") from None
-        raise NotFound(f"there is no record {record}: no offset from there on has one")
+            return await self.searcher.page(request)
 
     def _waiting(self, shown: TransactionView, now_ms: int) -> str:
         """Return why a due check is not made, "" where none is due or it will be made."""
@@ -544,11 +502,6 @@ class Broker:
             self.partitions.own_admin_url,
         )
 
-    def unsettled(self) -> Iterator[tuple[PartitionOwner, Transaction]]:
-        for owner in self.partitions.open().values():
-            for transaction in owner.ledger.index.transactions.values():
-                yield owner, transaction
-
     def ledgers(self) -> Sequence[PartitionOwner]:
         """Return the owners that are caught up, for the gauges.
 
@@ -559,24 +512,6 @@ class Broker:
 
     def topic_problems(self) -> Sequence[str]:
         return self.partitions.topic_problems
-
-
-def _transaction_of(record: Record, place: RecordPlace, logs: LogNames) -> str:
-    where = f"{place.topic}/{place.partition}@{place.offset}"
-    if record.offset != place.offset:
-        raise NotFound(
-            f"there is no record {where}: compaction or retention has deleted it, or the offset "
-            f"belongs to Kafka's own marker; the next record is at {record.offset}"
-        )
-    if place.topic in logs:
-        try:
-            return decode_log("half" if place.topic == logs.half else "op", record).id
-        except (Malformed, NewerVersion) as error:
-            raise BadRequest(f"the record {where} names no transaction: {error}") from None
-    promoted = decode_promoted(record)
-    if promoted is None:
-        raise BadRequest(f"the record {where} has no txb-id header: txbroker did not promote it")
-    return promoted.id
 
 
 async def _refused(error: RequestError) -> Sequence[Answer]:

@@ -169,7 +169,7 @@ class Cluster:
     async def search(self, request: SearchRequest) -> SearchPage:
         """Return a page of a search, by the owner of the half partition that it has reached."""
         if request.record is not None:
-            view = await self.find(await self._broker.transaction_of(request.record))
+            view = await self.find(await self._broker.searcher.transaction_of(request.record))
             return SearchPage(visible_to(request, (view,)))
         assigned = self._partitions.assigned()
         place = search_place(request, len(assigned))

@@ -65,6 +65,7 @@ from txbroker.proxy.partition.partition_api import PartitionApi
 from txbroker.proxy.partition.promoter import Promoter
 from txbroker.proxy.partition.recovery import Recovered, check_checkpoint, read_copies, recover
 from txbroker.proxy.partition.retention import RetentionGuard
+from txbroker.proxy.partition.scan import Scanner
 from txbroker.proxy.partition.snapshots import SnapshotWriter
 
 IDLE_S = 1.0
@@ -124,6 +125,7 @@ class PartitionOwner:
         self._promoter = Promoter(context, self.bodies, self._half, self._claims)
         self._retention = RetentionGuard(context, self.bodies, self._promoter, self._snapshots)
         self.api = PartitionApi(context, self._half, self._op, self._promoter)
+        self.scanner = Scanner(context, self.bodies, self.api)
         self.checks = CheckBack(context, self._op, runner, self.bodies, self.api)
         # While the logs are replayed only memory is bounded; the others follow afterwards.
         context.followers.append(self.bodies)

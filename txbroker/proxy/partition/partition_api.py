@@ -18,7 +18,6 @@ from txbroker.core.records import (
 )
 from txbroker.core.routing import parse_id
 from txbroker.core.settled import ShareUse, share_max
-from txbroker.core.terms import Terms
 from txbroker.core.transaction import Transaction, fingerprint, same_contents
 from txbroker.door.protocols import LogTruncated
 from txbroker.errors import (
@@ -34,12 +33,11 @@ from txbroker.errors import (
     Overloaded,
     OwnerUnavailable,
     RequestError,
-    TooOld,
     WrongGroup,
 )
 from txbroker.failpoints import failpoint
 from txbroker.proxy.partition.appender import Appender, Applied, Priority
-from txbroker.proxy.partition.body_cache import BodyCache, lost_cause
+from txbroker.proxy.partition.body_cache import lost_cause
 from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.history import (
     Account,
@@ -49,7 +47,6 @@ from txbroker.proxy.partition.history import (
     search,
 )
 from txbroker.proxy.partition.promoter import Promoter
-from txbroker.proxy.partition.scan import DONE, Cursor, ScanPage, search_half, search_memory
 
 READ_BACK_S, READ_BACK_BYTES = 1.0, 8 << 20
 TRACE_S, TRACE_BYTES = 20.0, 512 << 20
@@ -82,7 +79,6 @@ class PartitionApi:
         # Prepares in flight to the half topic, by share.
         self._preparing = ShareUse()
         self._searching = asyncio.Semaphore()
-        self._scanning = asyncio.Semaphore()
         self._reading_back = asyncio.Semaphore(READ_BACK_MAX)
 
     def _check_open(self, id: str) -> None:
@@ -285,7 +281,7 @@ class PartitionApi:
                 self._context.stopped(error)
                 raise OwnerUnavailable(str(error), id=id) from None
             transaction = self._ledger.index.get(id)
-        return transaction or await self._settled_before(id)
+        return transaction or await self.settled_before(id)
 
     async def find(self, id: str, *, trace: bool = False) -> Account:
         """Return a transaction as `get` does, with what its records show beyond memory.
@@ -311,7 +307,7 @@ class PartitionApi:
             account.gaps.append(f"facts that Kafka does not return now: {error}")
         return account
 
-    async def _settled_before(self, id: str, *, wait: bool = False) -> Transaction:
+    async def settled_before(self, id: str, *, wait: bool = False) -> Transaction:
         """Find a settled transaction that the ledger has forgotten in the logs.
 
         Args:
@@ -327,36 +323,6 @@ class PartitionApi:
                 return await search(*self._logs, id, window_ms)
             except KafkaUnavailable as error:
                 raise OwnerUnavailable(str(error), id=id) from None
-
-    async def scan(
-        self, terms: Terms, cursor: Cursor, bodies: BodyCache
-    ) -> tuple[ScanPage, list[Transaction]]:
-        """Return a page of a search, and its transactions.
-
-        Raises:
-            OwnerUnavailable: Kafka does not answer.
-        """
-        # One page at a time: searches share a bounded part of the event loop.
-        async with self._scanning:
-            try:
-                if cursor.seen < DONE:
-                    page = await search_memory(self._ledger.index.by_offset, bodies, terms, cursor)
-                else:
-                    page = await search_half(self._logs[0], terms, cursor)
-            except KafkaUnavailable as error:
-                raise OwnerUnavailable(str(error)) from None
-            found: list[Transaction] = []
-            for id in page.ids:
-                # A record whose transaction is void, or cannot be judged any more, is none.
-                with suppress(NotFound, TooOld):
-                    transaction = self._ledger.index.get(id)
-                    transaction = transaction or await self._settled_before(id, wait=True)
-                    if terms.needs_first_record and cursor.seen == DONE:
-                        transaction = (await self.find(id)).transaction
-                        if not terms.match(transaction, keys=False):
-                            continue
-                    found.append(transaction)
-            return page, found
 
     async def decide(self, requests: Sequence[DecideRequest]) -> list[Answer]:
         """Write deciding markers; return when the ledger has applied them.

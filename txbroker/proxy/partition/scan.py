@@ -1,11 +1,13 @@
 """Scans one half partition for a search: its unsettled transactions, then the half topic.
 
 The half topic is read in blocks, from its end to its start, because the newest transactions are
-asked about most. A page reads a bounded part, and its cursor says where the next one begins, so a
+asked about most. A page reads a bounded part, and its cursor is where the next one begins, so a
 client can stop at any time, and a scan holds nothing in between.
 """
 
+import asyncio
 import time
+from contextlib import suppress
 from typing import NamedTuple
 
 from txbroker.core.index import OffsetIndex
@@ -13,10 +15,12 @@ from txbroker.core.routing import TIME_MAX_MS
 from txbroker.core.terms import Terms
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Log, LogTruncated
-from txbroker.errors import BadRequest
+from txbroker.errors import BadRequest, KafkaUnavailable, NotFound, OwnerUnavailable, TooOld
 from txbroker.proxy.partition.body_cache import BodyCache
 from txbroker.proxy.partition.clock import Yielder
+from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.history import NEAR_MS, first_since
+from txbroker.proxy.partition.partition_api import PartitionApi
 
 MATCHES_MAX = 20
 """Transactions on one page."""
@@ -90,6 +94,45 @@ class ScanPage(NamedTuple):
     ids: list[str]
     records: int = 0
     next: Cursor | None = None
+
+
+class Scanner:
+    """Searches one half partition."""
+
+    def __init__(self, context: PartitionContext, bodies: BodyCache, api: PartitionApi) -> None:
+        self._index = context.ledger.index
+        self._half = context.door.half
+        self._bodies = bodies
+        self._api = api
+        # One page at a time: all searches share a bounded part of the event loop.
+        self._scanning = asyncio.Semaphore()
+
+    async def page(self, terms: Terms, cursor: Cursor) -> tuple[ScanPage, list[Transaction]]:
+        """Return a page of a search, and its transactions.
+
+        Raises:
+            OwnerUnavailable: Kafka does not answer.
+        """
+        async with self._scanning:
+            try:
+                if cursor.seen < DONE:
+                    page = await search_memory(self._index.by_offset, self._bodies, terms, cursor)
+                else:
+                    page = await search_half(self._half, terms, cursor)
+            except KafkaUnavailable as error:
+                raise OwnerUnavailable(str(error)) from None
+            found: list[Transaction] = []
+            for id in page.ids:
+                # A record whose transaction is void, or cannot be judged any more, is none.
+                with suppress(NotFound, TooOld):
+                    transaction = self._index.get(id)
+                    transaction = transaction or await self._api.settled_before(id, wait=True)
+                    if terms.needs_first_record and cursor.seen == DONE:
+                        transaction = (await self._api.find(id)).transaction
+                        if not terms.match(transaction, keys=False):
+                            continue
+                    found.append(transaction)
+            return page, found
 
 
 async def search_memory(

@@ -1,0 +1,90 @@
+"""Searches: a page in one half partition, and the transaction of any record."""
+
+from txbroker.contract.service import SearchPage, SearchRequest
+from txbroker.core.decoding import Malformed, NewerVersion, decode_log, decode_promoted
+from txbroker.core.records import Cause, Record
+from txbroker.core.terms import RecordPlace, parse_place
+from txbroker.door.protocols import Door, LogTruncated, Targets
+from txbroker.errors import BadRequest, KafkaUnavailable, NotFound, OwnerUnavailable
+from txbroker.proxy.cluster.forwarding import search_place, terms_of
+from txbroker.proxy.cluster.partition_manager import PartitionManager
+from txbroker.proxy.cluster.views import LogNames, summary, visible_to
+
+
+class Searcher:
+    """Searches the half partitions of one proxy, and the topics that its transactions are in."""
+
+    def __init__(
+        self, door: Door, targets: Targets, partitions: PartitionManager, logs: LogNames
+    ) -> None:
+        self._door = door
+        self._targets = targets
+        self._partitions = partitions
+        self._logs = logs
+
+    async def page(self, request: SearchRequest) -> SearchPage:
+        """Return a page of a search in the half partition that the cursor names.
+
+        Raises:
+            OwnerUnavailable: this proxy does not own it, or Kafka does not answer.
+        """
+        place = search_place(request, self._door.partitions)
+        if place is None:
+            return SearchPage(())
+        owner = self._partitions.owner(place.partition)
+        page, found = await owner.scanner.page(terms_of(request), place.cursor)
+        self._partitions.check_in_touch()
+        cursor, done = place.after(page.next)
+        views = (summary(transaction) for transaction in found)
+        return SearchPage(visible_to(request, views), cursor, done, page.records)
+
+    async def transaction_of(self, record: str) -> str:
+        """Return the id of the transaction of a record in a target, half or operation topic.
+
+        Args:
+            record: its place, as `topic/partition@offset`.
+
+        Raises:
+            BadRequest: this is no place of a record, or the record is not txbroker's.
+            NotFound: the topic has no such record.
+            OwnerUnavailable: Kafka does not answer.
+        """
+        place = parse_place(record)
+        if place is None:
+            raise BadRequest(
+                f"{record[:80]!r} is no place of a record: give topic/partition@offset",
+                path="record",
+            )
+        topic, partition, offset = place
+        if topic not in self._logs:
+            facts = await self._targets.examine(topic)
+            if isinstance(facts, Cause):
+                raise NotFound(facts.message)
+        try:
+            async for records in self._targets.records(topic, partition, start=offset):
+                for stored in records:
+                    if stored.offset >= offset:
+                        return _transaction_of(stored, place, self._logs)
+        except LogTruncated as error:
+            raise NotFound(f"there is no record {record}: {error}") from None
+        except KafkaUnavailable as error:
+            raise OwnerUnavailable(f"cannot read {record}: {error}") from None
+        raise NotFound(f"there is no record {record}: no offset from there on has one")
+
+
+def _transaction_of(record: Record, place: RecordPlace, logs: LogNames) -> str:
+    where = f"{place.topic}/{place.partition}@{place.offset}"
+    if record.offset != place.offset:
+        raise NotFound(
+            f"there is no record {where}: compaction or retention has deleted it, or the offset "
+            f"belongs to Kafka's own marker; the next record is at {record.offset}"
+        )
+    if place.topic in logs:
+        try:
+            return decode_log("half" if place.topic == logs.half else "op", record).id
+        except (Malformed, NewerVersion) as error:
+            raise BadRequest(f"the record {where} names no transaction: {error}") from None
+    promoted = decode_promoted(record)
+    if promoted is None:
+        raise BadRequest(f"the record {where} has no txb-id header: txbroker did not promote it")
+    return promoted.id
