@@ -16,8 +16,6 @@ from txbroker.core.segment import Segment
 from txbroker.core.settled import SettledWindow, ShareOf, ShareUse, own_share
 from txbroker.core.transaction import Transaction
 
-BEYOND_MAX = 10_000
-"""Settled transactions that are remembered although they are older than the dedup window."""
 _BLOCK_MAX = 1024
 """Transactions in one block: few enough that inserting into its middle costs next to nothing."""
 _SMALL = 64

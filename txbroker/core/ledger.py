@@ -23,7 +23,7 @@ from txbroker.core.decoding import (
     join_parts,
 )
 from txbroker.core.encoding import HalfRow, MarkerRow
-from txbroker.core.index import BEYOND_MAX, TransactionIndex
+from txbroker.core.index import TransactionIndex
 from txbroker.core.lifecycle import (
     DECISIONS,
     UNDECIDED,
@@ -48,6 +48,7 @@ from txbroker.core.records import (
     anchor_of,
 )
 from txbroker.core.routing import order_mark, parse_id
+from txbroker.core.settled import BEYOND_MAX
 from txbroker.core.transaction import (
     Transaction,
     Verdict,

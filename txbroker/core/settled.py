@@ -19,6 +19,8 @@ from txbroker.core.routing import IdParts, parse_id
 from txbroker.core.segment import ROW_BYTES, SEGMENT_VERSION, Segment, SettledSummary, pack
 from txbroker.core.transaction import Transaction, Verdict, bare
 
+BEYOND_MAX = 10_000
+"""Settled transactions that are remembered although they are older than the dedup window."""
 SHOWN_MAX = 1000
 """Settled transactions that are remembered whole, besides those not packed yet."""
 SEGMENT_ENTRIES = 4096

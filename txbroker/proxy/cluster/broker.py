@@ -30,7 +30,6 @@ from txbroker.contract.service import (
 from txbroker.core.encoding import headers_bytes, installation_headers
 from txbroker.core.records import Cause, CheckPolicy, Half, Message, Place
 from txbroker.core.routing import home, partition_of
-from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Door, TargetFacts
 from txbroker.errors import (
     BadRequest,
@@ -133,7 +132,7 @@ class Broker:
         self.partitions = PartitionManager(
             door, self._targets, settings, runner, events, principals=principals
         )
-        self.searcher = Searcher(door, self._targets, self.partitions, self._logs)
+        self.searcher = Searcher(door, self.partitions, self._logs, self._targets)
         self.partitions.on_change(self._keep_time)
         self._calls = _Calls()
         self.check_open = self._calls.check_open
@@ -385,8 +384,7 @@ class Broker:
             first = requests[0]
             if first.messages is not None:
                 try:
-                    transaction = await owner.api.get(first.id)
-                    messages = await self._final_messages(owner, transaction, first.messages)
+                    messages = await self._final_messages(owner, first.id, first.messages)
                 except RequestError as error:
                     return (error,)
                 requests = (structs.replace(first, messages=messages),)
@@ -399,9 +397,10 @@ class Broker:
             return answers
 
     async def _final_messages(
-        self, owner: PartitionOwner, transaction: Transaction, messages: Sequence[Message]
+        self, owner: PartitionOwner, id: str, messages: Sequence[Message]
     ) -> tuple[Message, ...]:
         """Return final messages with the partitions of the prepared ones."""
+        transaction = await owner.api.get(id)
         prepared = transaction.half.messages
         try:
             if transaction.verdict.decision is not None:

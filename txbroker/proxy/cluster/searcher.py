@@ -15,7 +15,7 @@ class Searcher:
     """Searches the half partitions of one proxy, and the topics that its transactions are in."""
 
     def __init__(
-        self, door: Door, targets: Targets, partitions: PartitionManager, logs: LogNames
+        self, door: Door, partitions: PartitionManager, logs: LogNames, targets: Targets
     ) -> None:
         self._door = door
         self._targets = targets

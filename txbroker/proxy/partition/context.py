@@ -21,8 +21,8 @@ from txbroker.core.records import (
     Skip,
     Source,
 )
-from txbroker.core.segment import SEGMENT_VERSION
-from txbroker.core.settled import share_max
+from txbroker.core.segment import SEGMENT_BYTES, SEGMENT_VERSION
+from txbroker.core.settled import BEYOND_MAX, share_max
 from txbroker.core.transaction import Transaction
 from txbroker.door.own_topics import foreign_why
 from txbroker.door.protocols import ForeignRecord, PartitionDoor, Targets
@@ -154,6 +154,10 @@ class ProxyContext:
     def settled_share(self) -> int:
         """Return how many bytes of settled transactions one partition may remember."""
         return self._settled_bytes_max // max(1, len(self._partitions))
+
+    def beyond_max(self) -> int:
+        """Return how many settled transactions one partition may remember beyond the window."""
+        return min(BEYOND_MAX, self.settled_share() // SEGMENT_BYTES)
 
 
 class VisibilityWaiters:

@@ -20,6 +20,7 @@
              ──▶ Appender (half)            a commit arrived before its half message
              ──▶ Claims (`Claimer`)         after a lost promotion transaction
     Claims ──▶ both appenders, Ledger, SnapshotWriter
+    Scanner ──▶ PartitionApi, BodyCache, Ledger      a page of a search
     RetentionGuard ──▶ BodyCache, Promoter, SnapshotWriter    called by `PartitionOwner._watch`
     BodyCache ──▶ SnapshotWriter            bodies are lost: the next owner must know
     SnapshotWriter ──▶ Ledger               a capture, chunk by chunk
@@ -42,10 +43,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from txbroker.contract.service import PartitionState
-from txbroker.core.index import BEYOND_MAX
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Claim, State
-from txbroker.core.segment import SEGMENT_BYTES
 from txbroker.door.protocols import Claimed, Fenced, Hanging, PartitionDoor, Targets
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
@@ -101,8 +100,8 @@ class PartitionOwner:
         stopped: Callable[[Exception], None],
     ) -> None:
         self.partition = door.partition
-        beyond_max = min(BEYOND_MAX, proxy.settled_share() // SEGMENT_BYTES)
-        self.ledger = ledger = Ledger(door.partition, settings.dedup_window_ms, beyond_max)
+        window_ms, beyond_max = settings.dedup_window_ms, proxy.beyond_max()
+        self.ledger = ledger = Ledger(door.partition, window_ms, beyond_max)
         ledger.index.settled.version = proxy.segment_version
         ledger.index.share_by(proxy.principals().share_of)
         self._context = context = PartitionContext(
