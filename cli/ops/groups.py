@@ -28,6 +28,17 @@ COLUMNS = (
 )
 
 
+TESTED = (
+    TableColumn("GROUP", lambda row: row["group"], keep=True),
+    TableColumn("RESULT", lambda row: "answered" if row["answered"] else "fails", rank=0),
+    TableColumn("ANSWER", lambda row: row.get("answer") or row.get("status"), rank=1),
+    TableColumn("TOOK", lambda row: f"{row['took_ms']:,.1f} ms"),
+    TableColumn("SIGNATURE", lambda row: row.get("signature") or "no secret"),
+    TableColumn("ENDPOINT", lambda row: row.get("endpoint"), rank=3),
+    TableColumn("WHY", lambda row: row.get("why"), rank=1, text=True),
+)
+
+
 @click.group("groups", cls=SuggestingGroup)
 def command() -> None:
     """Show producer groups and register them.
@@ -89,6 +100,22 @@ def register_command(client: ApiClient, output: str, name: str, yes: bool, **pol
         click.echo(f"then: {_described(fields)}", err=True)
         confirm(f"Register {name} at {client}?", yes)
     show_one(client.change("PUT", "groups", name, body=policy), COLUMNS, output)
+
+
+@command.command("test")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...", shell_complete=complete_groups)
+@output_option
+@client_options
+def test_command(client: ApiClient, output: str, names: tuple[str, ...]) -> None:
+    """Ask groups as a check does, and show their answers.
+
+    The proxy makes a signed test call to the check URL or, without one, asks a connected instance
+    about a transaction that does not exist. No transaction changes, and no attempt is used up. A
+    check function with a barrier notes in its database that this id can never commit.
+    """
+    rows = for_all(names, lambda name: dict(client.change("POST", "groups", name, "test", body={})))
+    show_rows(rows, TESTED, output, "")
+    conclude(sum(row["answered"] for row in rows), len(names), "answered as they should")
 
 
 @command.command("remove")

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
+from pathlib import Path
 
 import pytest
 from confluent_kafka import Producer
 
+from tests.cli.cli_stub import Stub
 from tests.kit.cli import Call, Dev
+from tests.kit.secret_files import secret_file
 from txbroker.core.records import RECORD_VERSION
 from txbroker.core.routing import make_id
+from txbroker.sdk import BlockingTransactionalProducer, CheckRequest, Decision
+from txbroker.testing.broker import InMemoryBroker
 
 
 def test_register_show_list_and_remove(ask: Call) -> None:
@@ -40,6 +46,71 @@ def test_group_name_may_have_any_printable_text(ask: Call) -> None:
     assert ask("groups", "register", "a/b ?#ü", "--yes").code == 0
     assert ask("groups", "show", "a/b ?#ü", "-o", "json").json["group"] == "a/b ?#ü"
     assert ask("groups", "remove", "a/b ?#ü", "--yes").out == "a/b ?#ü\n"
+
+
+# --- groups test ------------------------------------------------------------------------------
+
+
+def test_connected_instance_is_asked_about_no_transaction(
+    there: Call, memory: InMemoryBroker
+) -> None:
+    asked: list[str] = []
+
+    def check(request: CheckRequest) -> Decision:
+        asked.append(request.id)
+        return Decision.COMMIT
+
+    missing = there("groups", "test", "shop")
+    assert (missing.code, "(unknown_group)" in missing.err) == (1, True)
+    with BlockingTransactionalProducer(memory.url, group="shop", check=check) as producer:
+        producer.start()
+        sent = there("send", "t", "v", "--group", "shop", "--decision", "none").out.strip()
+        before = there("tx", "show", sent, "-o", "json").json
+        shown = there("groups", "test", "shop")
+        (row,) = there("groups", "test", "shop", "-o", "json").json
+    assert (shown.code, shown.err) == (0, "")
+    assert shown.out.splitlines()[1].split()[:3] == ["shop", "answered", "commit"]
+    assert (row["answer"], "signature" in row) == ("commit", False)
+    assert row["endpoint"].startswith("session ")
+    assert row["took_ms"] > 0
+    assert len(set(asked)) == 2
+    assert there("tx", "show", sent, "-o", "json").json == before
+    assert [there("tx", "show", id).code for id in asked] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "signature"),
+    [(204, 0, "accepted"), (401, 1, "refused"), (500, 1, "unknown")],
+)
+def test_check_url_is_tested(
+    call: Call, stub: Stub, tmp_path: Path, status: int, code: int, signature: str
+) -> None:
+    secret_file(tmp_path / "shop", "open sesame")
+    stub.answer = lambda asked: (status, b"")
+    with InMemoryBroker(secrets_dir=tmp_path) as broker:
+        where = ("--url", broker.url)
+        ref = f"file:{tmp_path / 'shop'}"
+        url = f"{stub.url}/check"
+        call("groups", "register", "shop", "--check-url", url, "--secret-ref", ref, "--yes", *where)
+        shown = call("groups", "test", "shop", "-o", "json", *where)
+    (row,) = shown.json
+    assert (shown.code, row["status"], row["signature"]) == (code, status, signature)
+    assert (row["endpoint"], row["answered"]) == (url, not code)
+
+
+def test_silent_instance_ends_the_test_in_time(there: Call, memory: InMemoryBroker) -> None:
+    done = threading.Event()
+
+    def check(request: CheckRequest) -> Decision:
+        done.wait()
+        return Decision.COMMIT
+
+    there("groups", "register", "slow", "--timeout-s", "0.2", "--yes")
+    with BlockingTransactionalProducer(memory.url, group="slow", check=check) as producer:
+        producer.start()
+        shown = there("groups", "test", "slow")
+        done.set()
+    assert (shown.code, "no answer within 0.2 s" in shown.out) == (1, True)
 
 
 NAMES = [

@@ -4,7 +4,7 @@ These structs decode requests, encode answers and generate the OpenAPI document,
 cannot differ. Only messages are decoded by `txbroker.contract.json`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -385,10 +385,15 @@ class RemovedBody(AnswerBody, frozen=True):
     removed: bool
 
 
-class TestedBody(AnswerBody, frozen=True):
-    """The result of a test call to a group's check URL; `why` is the problem, if any.
+TestSignature: TypeAlias = Literal["accepted", "refused", "unknown"]
 
-    `status` is the HTTP status, null without an answer.
+
+class TestedBody(AnswerBody, frozen=True):
+    """The result of a test call to a group; `why` is the problem, if any.
+
+    `status` is the HTTP status of a check URL, null without an answer. `answer` is the decision of
+    a connected instance. `signature` is missing if no secret is registered, "unknown" if the answer
+    does not show whether it was accepted. `took_ms` is the time until the answer.
     """
 
     group: str
@@ -396,6 +401,9 @@ class TestedBody(AnswerBody, frozen=True):
     endpoint: str = ""
     status: int | None = None
     why: str = ""
+    answer: Decision | None = None
+    signature: TestSignature | None = None
+    took_ms: float = 0.0
 
 
 class HealthBody(AnswerBody, frozen=True):

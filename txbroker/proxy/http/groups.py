@@ -1,14 +1,28 @@
 """The operations on producer groups."""
 
+import secrets
+import time
+from http import HTTPStatus
 from typing import cast
 
 from msgspec import structs
 
+from txbroker.checkers.base import Answered, CheckCall
 from txbroker.checkers.http import try_group
+from txbroker.checkers.sessions import SessionChannel
 from txbroker.contract.policy import QUERY_MASK, GroupPolicy, PolicyError, without_query
+from txbroker.core.records import CheckReason
+from txbroker.core.routing import make_id
 from txbroker.errors import BadRequest, KafkaDown, NotPermitted, UnknownGroup
 from txbroker.principals import ONLY_OPERATORS, READERS, WRITERS, Role
-from txbroker.proxy.http.bodies import GroupAnswer, GroupBody, GroupsBody, RemovedBody, TestedBody
+from txbroker.proxy.http.bodies import (
+    GroupAnswer,
+    GroupBody,
+    GroupsBody,
+    RemovedBody,
+    TestedBody,
+    TestSignature,
+)
 from txbroker.proxy.http.limits import check_group
 from txbroker.proxy.http.operations import ApiCall, ApiReply, Operation
 from txbroker.proxy.observe.logging import get_logger
@@ -58,13 +72,63 @@ async def delete_group(call: ApiCall) -> ApiReply:
 
 
 async def test_group(call: ApiCall) -> ApiReply:
-    """Send a test call to a group's check URL to see whether it can be reached."""
-    group, policy = _registered(call)
-    context = call.context
-    result = await try_group(context.checks, group, policy, context.settings.check_timeout_s)
-    return ApiReply(
-        200, TestedBody(group=group, answered=result.answered, **structs.asdict(result))
-    )
+    """Ask a group as a check does, about no existing transaction.
+
+    Its check URL gets a test call; without one, a connected instance gets a check of a transaction
+    that does not exist. The answer decides nothing.
+    """
+    group, context = call.path["group"], call.context
+    call.principal.check_group(group)
+    policy = context.groups.policies.get(group) or GroupPolicy()
+    timeout_s = context.settings.check_timeout_s
+    began_s = time.monotonic()
+    if policy.check_url is not None:
+        result = await try_group(context.checks, group, policy, timeout_s)
+        tested = TestedBody(group=group, answered=result.answered, **structs.asdict(result))
+        signature = _signature(policy, result.status)
+        tested = structs.replace(tested, signature=signature)
+    else:
+        channel = context.sessions.acquire(group, "")
+        if channel is None and group not in context.groups.policies:
+            raise UnknownGroup(
+                context.groups.problem(group)
+                or f"group {group!r} is not registered, and none of its instances is connected to "
+                "this proxy with a check function"
+            )
+        tested = await _ask_instance(call, group, channel, policy.timeout_s or timeout_s)
+    took_ms = round(1000 * (time.monotonic() - began_s), 1)
+    return ApiReply(200, structs.replace(tested, took_ms=took_ms))
+
+
+async def _ask_instance(
+    call: ApiCall, group: str, channel: SessionChannel | None, timeout_s: float
+) -> TestedBody:
+    """Ask an instance about a new id, which no transaction has."""
+    if channel is None:
+        why = "no check URL is registered, and no instance that checks is connected to this proxy"
+        return TestedBody(group=group, answered=False, why=why)
+    now_ms = call.context.service.now_ms()
+    id = make_id(0, now_ms, secrets.randbits(64))
+    check = CheckCall(id, group, 1, 1, CheckReason.ASKED, now_ms, ())
+    try:
+        result = await channel.ask(check, timeout_s)
+    finally:
+        channel.release()
+    if isinstance(result, Answered):
+        return TestedBody(
+            group=group, answered=True, endpoint=channel.endpoint, answer=result.decision
+        )
+    return TestedBody(group=group, answered=False, endpoint=channel.endpoint, why=result.detail)
+
+
+def _signature(policy: GroupPolicy, status: int | None) -> TestSignature | None:
+    if policy.secret_ref is None:
+        return None
+    if status is None:
+        return "unknown"
+    if 200 <= status < 300:
+        return "accepted"
+    return "refused" if status == HTTPStatus.UNAUTHORIZED else "unknown"
 
 
 async def list_groups(call: ApiCall) -> ApiReply:
