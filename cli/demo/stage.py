@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from datetime import datetime
@@ -105,15 +105,18 @@ SETTINGS = {
 _SETTLED = (State.PROMOTED, State.ROLLED_BACK)
 
 
+OnEvent = Callable[[dict[str, str]], Awaitable[None]]
+
+
 class Worker:
-    """A process of the order service."""
+    """A process of the order service. Created by `start_worker`."""
 
     def __init__(
-        self, name: str, process: asyncio.subprocess.Process, stage: "DemoEnvironment"
+        self, name: str, process: asyncio.subprocess.Process, on_event: OnEvent | None
     ) -> None:
         self.name = name
         self._process = process
-        self._stage = stage
+        self._on_event = on_event
         self._seen: set[tuple[str, str]] = set()
         self._changed = asyncio.Condition()
         self._listening = asyncio.create_task(self._listen())
@@ -174,7 +177,8 @@ class Worker:
         try:
             async for line in self._process.stdout:
                 event = json.loads(line)
-                await self._show(event)
+                if self._on_event is not None:
+                    await self._on_event(event)
                 async with self._changed:
                     self._seen.add((event.get("order", ""), event["step"]))
                     self._changed.notify_all()
@@ -182,15 +186,30 @@ class Worker:
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _show(self, event: dict[str, str]) -> None:
-        order, timeline = event.get("order", ""), self._stage.timeline
-        if event["step"] == "prepared":
-            timeline.begin(event["id"], order)
-        await self._stage.show_new_steps()  # earlier steps first
-        if event["step"] == "before the local commit":
-            timeline.show(order, "database", "row inserted, not committed")
-        elif event["step"] == "after the local commit":
-            timeline.show(order, "database", "committed: the order exists")
+
+async def start_worker(
+    name: str, url: str, database: Path, on_event: OnEvent | None = None
+) -> Worker:
+    """Start a process of the order service, connected to the proxy at `url`.
+
+    Args:
+        on_event: called with each step that it reports.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "txbroker.cli.demo.worker", url, str(database), name),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C stops this process, which then ends its workers
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    worker = Worker(name, process, on_event)
+    try:
+        await worker.until("ready")
+    except BaseException:
+        await worker.kill_if_alive()
+        raise
+    return worker
 
 
 class DemoEnvironment:
@@ -207,19 +226,20 @@ class DemoEnvironment:
 
     async def worker(self, name: str) -> Worker:
         """Start a process of the order service, connected to the proxy."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "txbroker.cli.demo.worker", self._proxy.url, str(self.database), name),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C stops the demo, which then ends its workers
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
-        worker = Worker(name, process, self)
+        worker = await start_worker(name, self._proxy.url, self.database, self._show)
         self._workers.append(worker)
-        await worker.until("ready")
         self.timeline.show(name, "started", f"process {worker.pid}, an instance of group shop")
         return worker
+
+    async def _show(self, event: dict[str, str]) -> None:
+        order = event.get("order", "")
+        if event["step"] == "prepared":
+            self.timeline.begin(event["id"], order)
+        await self.show_new_steps()  # earlier steps first
+        if event["step"] == "before the local commit":
+            self.timeline.show(order, "database", "row inserted, not committed")
+        elif event["step"] == "after the local commit":
+            self.timeline.show(order, "database", "committed: the order exists")
 
     async def follow(self) -> None:
         """Print the steps of all transactions as they happen, until cancelled."""

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from txbroker.cli.doctor.report import (
     summary,
     table,
 )
-from txbroker.cli.doctor.subject import HttpProxies, Subject
+from txbroker.cli.doctor.subject import HttpProxies, Subject, Unavailable
 from txbroker.cli.options import FILE, SectionedCommand, env_option
 from txbroker.cli.run import FAILED, usage_errors
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from
@@ -91,7 +92,8 @@ def command(
     """Diagnose Kafka, topics, proxies, groups and transactions.
 
     Every check shows its finding and, for a problem, a remedy and a page with more information.
-    Changes nothing. Reads Kafka with a proxy's settings, and the proxies by --url.
+    Changes nothing. Reads Kafka with a proxy's settings, and the proxies by --url. Without --kafka
+    it takes Kafka's address from the proxies.
 
     Exit code 0: nothing fails, there may be warnings. 1: a check fails or is unknown.
     """
@@ -126,8 +128,9 @@ async def _run(
     deadline = time.monotonic() + wait_s
     headers = {"authorization": f"Bearer {token}"} if token else {}
     while True:
+        proxies = HttpProxies(urls, headers, *tls)
+        settings = await _with_kafka(settings, proxies)
         async with KafkaExamination(_kafka(settings)) as kafka:
-            proxies = HttpProxies(urls, headers, *tls)
             subject = Subject(settings, kafka, proxies)
             try:
                 report = await examine(subject, CHECKS)
@@ -143,6 +146,16 @@ async def _run(
                 proxies.close()
         click.echo(f"Waiting for at most {left_s:.0f} s: {summary(report)}", err=True)
         await asyncio.sleep(min(_PAUSE_S, left_s))
+
+
+async def _with_kafka(settings: Settings, proxies: HttpProxies) -> Settings:
+    """Return settings with the proxies' address of Kafka, unless one is given."""
+    if "kafka" not in settings.model_fields_set:
+        with suppress(Unavailable):
+            overview, _ = await proxies.overview()
+            if overview.kafka:
+                return settings.model_copy(update={"kafka": overview.kafka})
+    return settings
 
 
 def _kafka(settings: Settings) -> KafkaSettings:

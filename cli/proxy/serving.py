@@ -144,10 +144,18 @@ async def until_signal(work: Coroutine[None, None, None], parent: int | None = N
         return not stop.is_set()
 
 
-async def serve(settings: Settings, ready: Callable[[Proxy], bool], *, wait_s: float = 0.0) -> None:
+async def serve(
+    settings: Settings,
+    ready: Callable[[Proxy], bool],
+    *,
+    wait_s: float = 0.0,
+    welcome: Callable[[str], None] | None = None,
+) -> None:
     """Run a proxy until this is cancelled; print a line to stdout when it is ready.
 
-    `wait_s` limits the wait for a Kafka that does not answer at the start.
+    Args:
+        wait_s: limits the wait for a Kafka that does not answer at the start.
+        welcome: called then with this line.
     """
     with rare_collections():
         async with run_proxy(
@@ -158,8 +166,11 @@ async def serve(settings: Settings, ready: Callable[[Proxy], bool], *, wait_s: f
                     break
                 await asyncio.sleep(_LOOK_S)
             admin = f" admin {proxy.admin_url}" if proxy.admin_url else ""
-            click.echo(f"ready {proxy.url} kafka {settings.kafka}{admin}")
+            line = f"ready {proxy.url} kafka {settings.kafka}{admin}"
+            click.echo(line)
             sys.stdout.flush()
+            if welcome is not None:
+                welcome(line)
             await asyncio.get_running_loop().create_future()
 
 

@@ -56,8 +56,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 log = get_logger(__name__)
 
 
-async def run_workers(settings: Settings) -> None:
-    """Run `settings.workers` proxies until this is cancelled."""
+async def run_workers(settings: Settings, welcome: Callable[[str], None] | None = None) -> None:
+    """Run `settings.workers` proxies until this is cancelled.
+
+    `welcome` is called with the first one's ready line once all are ready.
+    """
     _require_free(settings)
     first_lines: dict[int, str] = {}
 
@@ -66,6 +69,8 @@ async def run_workers(settings: Settings) -> None:
         if len(first_lines) == settings.workers:
             click.echo("\n".join(line for _, line in sorted(first_lines.items())))
             sys.stdout.flush()
+            if welcome is not None:
+                welcome(first_lines[1])
 
     try:
         async with asyncio.TaskGroup() as group:

@@ -357,6 +357,7 @@ class Overview(Struct, frozen=True):
             partitions are null, and sums are lower bounds.
         groups: those that need attention first; `groups_left_off` further ones are left out.
         refused_topics: refused transactions by the topic that refuses them.
+        kafka: the bootstrap servers of the proxy that answered.
     """
 
     at_ms: int
@@ -366,6 +367,7 @@ class Overview(Struct, frozen=True):
     groups: tuple[GroupOverview, ...]
     groups_left_off: int
     refused_topics: dict[str, int]
+    kafka: str = ""
 
 
 class Service(Protocol):

@@ -94,6 +94,17 @@ class DataDir:
             )
         return match[1].strip()
 
+    @property
+    def last_port(self) -> int:
+        """The clients' port of the last start; 0 if there was none."""
+        with contextlib.suppress(OSError):
+            text = (self.path / self.PROPERTIES).read_text(encoding="latin-1")
+            match = re.search(
+                r"^listeners=PLAINTEXT\\://127\.0\.0\.1\\:(\d{1,5}),", text, re.MULTILINE
+            )
+            return int(match[1]) if match and self.is_formatted else 0
+        return 0
+
     def begin_format(self) -> None:
         """Create the folder of a format, discarding an incomplete one."""
         shutil.rmtree(self.path / self.FORMATTING, ignore_errors=True)

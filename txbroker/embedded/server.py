@@ -52,6 +52,8 @@ class EmbeddedKafka:
         data_dir: kept, and used by one Kafka at a time. None: a temporary folder, removed by
             `stop()` or when this process ends.
         version: of Kafka.
+        port: of clients, on 127.0.0.1. None: that of the last start on this `data_dir` if it is
+            free, else any.
         properties: added to server.properties.
         listeners: additional listeners for clients: name in capitals and security protocol.
             `properties` set their keystores and logins.
@@ -65,12 +67,14 @@ class EmbeddedKafka:
         data_dir: Path | None = None,
         *,
         version: str = DEFAULT_VERSION,
+        port: int | None = None,
         properties: Mapping[str, str] | None = None,
         listeners: Mapping[str, str] | None = None,
         for_load: bool = False,
         progress: Progress | None = None,
     ) -> None:
         self.version = version
+        self._port = port
         self._kept = data_dir is not None
         self._data = DataDir(data_dir.absolute()) if data_dir is not None else None
         self._properties = dict(properties or {})
@@ -189,10 +193,17 @@ class EmbeddedKafka:
         lock = data.lock()
         try:
             data.rotate_log()
+            preferred = self._port or self._ports[0] or data.last_port
+            self._ports = (preferred, *self._ports[1:])
             if not data.is_formatted:
                 self._format(data, command, lock)
             for attempt in range(1, _PORT_ATTEMPTS + 1):
                 self._ports = _free_ports(self._ports)
+                if self._port not in (None, self._ports[0]):
+                    raise KafkaStartError(
+                        f"Port {self._port} of 127.0.0.1 is in use: stop the process that listens "
+                        "there, or give Kafka another port"
+                    )
                 self._launch(data, command, lock)
                 if self._wait_until_ready(data):
                     return

@@ -103,7 +103,8 @@ async def overview(call: ApiCall) -> ApiReply:
     """Proxies, half partitions, groups, and rates over the last ten seconds."""
     overview = await call.context.service.overview()
     groups = tuple(group for group in overview.groups if group.group in call.principal.groups)
-    return ApiReply(200, structs.replace(overview, groups=groups))
+    kafka = call.context.settings.kafka
+    return ApiReply(200, structs.replace(overview, groups=groups, kafka=kafka))
 
 
 async def metrics(call: ApiCall) -> ApiReply:
