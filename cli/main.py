@@ -130,6 +130,7 @@ COMMANDS = (
     Command("doctor", "doctor.command", "Diagnose an installation; name a remedy per problem."),
     Command("context", "contexts", "Name installations, and choose the one to call."),
     Command("completion", "completion", "Print a script for shell completion, with live values."),
+    Command("consume", "ops.consume", "Show the messages of a topic as they become visible."),
     Command("send", "tx.send", "Send a whole transaction from the command line."),
     Command("bench", "bench.command", "Measure throughput and latency, and detect lost messages."),
     Command("audit", "audit.command", "Prove from Kafka's topics that all ended as decided."),

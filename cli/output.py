@@ -20,6 +20,8 @@ from txbroker.cli.run import in_ascii, is_utf8
 
 F = TypeVar("F", bound=Callable[..., Any])
 Row = dict[str, Any]
+Widths = dict[str, int]
+"""The widths of columns by title."""
 
 _PLAIN_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 # Plain words that a YAML version reads as another type than text.
@@ -125,12 +127,18 @@ def show_one(row: Row, columns: Sequence[TableColumn], output: str) -> None:
 
 
 def row_lines(
-    rows: Sequence[Row], columns: Sequence[TableColumn], output: str, *, titles: bool = True
+    rows: Sequence[Row],
+    columns: Sequence[TableColumn],
+    output: str,
+    *,
+    titles: bool = True,
+    widths: Widths | None = None,
 ) -> FittedTable:
     """Return the lines of rows, for output that continues; JSON is a line for each row.
 
     Args:
         titles: whether a table or CSV begins with its titles.
+        widths: of the rows before, so that columns stay aligned; they are updated.
     """
     shown = shown_columns(columns, output)
     if output in ("json", "ndjson"):
@@ -146,7 +154,7 @@ def row_lines(
         writer.writerows([column.value(row) for column in shown] for row in rows)
         return FittedTable(written.getvalue().rstrip("\n").split("\n") if rows or titles else [])
     fit = output == "table" and not _asked_columns()
-    return table(rows, shown, sys.stdout, fit=fit, titles=titles)
+    return table(rows, shown, sys.stdout, fit=fit, titles=titles, before=widths)
 
 
 def shown_columns(columns: Sequence[TableColumn], output: str) -> list[TableColumn]:
@@ -191,11 +199,13 @@ def table(
     *,
     fit: bool = True,
     titles: bool = True,
+    before: Widths | None = None,
 ) -> FittedTable:
     """Return a table for the terminal of `stream`; no lines without rows.
 
     Args:
         fit: leave out columns and shorten free text where the terminal is narrow.
+        before: least widths, which are updated.
     """
     if not rows:
         return FittedTable([])
@@ -203,7 +213,11 @@ def table(
 
     suited = str if is_utf8(stream) else in_ascii
     cells = {column: [suited(cell(column.value(row))) for row in rows] for column in columns}
-    widths = {c: max(cell_len(c.title), *map(cell_len, cells[c])) for c in columns}
+    least = {} if before is None else before
+    widths = {
+        c: max(least.get(c.title, 0), cell_len(c.title), *map(cell_len, cells[c])) for c in columns
+    }
+    least.update({column.title: width for column, width in widths.items()})
     left_out = _fit(widths, width_of(stream)) if fit else ()
     heading = [f"{column.title:<{width}}" for column, width in widths.items()]
     lines = []

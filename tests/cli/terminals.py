@@ -33,6 +33,10 @@ class Terminal:
             assert time.monotonic() < deadline, self.text
             self._read(0.05)
 
+    def wait(self) -> None:
+        """Read what was written, for a moment."""
+        self._read(0.2)
+
     def type(self, text: str) -> None:
         """Type it."""
         os.write(self._handle, text.encode())

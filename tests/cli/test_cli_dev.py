@@ -8,11 +8,14 @@ import re
 import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.kit.cli import Call, Dev, until_gone
+from tests.cli.terminals import on_terminal
+from tests.kit.cli import Call, Dev, descendants, until_gone
+from tests.kit.secret_files import secret_file
 from txbroker.cli.proxy.serving import rare_collections
 
 
@@ -38,7 +41,9 @@ def test_dev_keeps_data_over_a_restart(tmp_path: Path, call: Call) -> None:
     dev.process.communicate()
     until_gone(first)
 
+    kafka = dev.kafka
     dev.start()
+    assert dev.kafka == kafka
     second = dev.children()
     found = call("tx", "list", "-o", "json", "--url", dev.url)
     assert [row["id"] for row in found.json] == [sent.out.strip()]
@@ -78,12 +83,57 @@ def test_ctrl_c_during_start_leaves_nothing(tmp_path: Path) -> None:
     assert "Traceback" not in dev.stderr
 
 
-def test_port_in_use_is_reported(tmp_path: Path, call: Call) -> None:
+def test_terminal_gets_next_steps_and_sample_runs(tmp_path: Path, call: Call) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    data = str(tmp_path / "data")
+    options = ("--check-after-s", "1", "--kafka-port", str(port), "--listen", "127.0.0.1:0")
+    with on_terminal(tmp_path) as run:
+        shown = run("dev", "--data-dir", data, "--sample", *options)
+        shown.until(f"data stays in {data}", 90)
+        started = re.search(rf"ready (\S+) kafka 127\.0\.0\.1:{port}\b", shown.text)
+        assert started is not None
+        url = started[1]
+        assert f"Console    {url}/" in shown.text
+        for command in ("tx list --state all", "consume shop.orders --from-beginning", "top"):
+            assert f"txbroker {command} --url {url}" in shown.text
+
+        def orders() -> set[tuple[str, str]]:
+            rows = call("tx", "list", "--state", "settled", "-o", "json", "--url", url).json
+            return {(row["state"], row.get("source")) for row in rows if row["group"] == "shop"}
+
+        wanted = {("promoted", "producer"), ("rolled_back", "producer"), ("promoted", "check")}
+        deadline = time.monotonic() + 60
+        while not wanted <= orders():
+            assert time.monotonic() < deadline, shown.text
+            shown.wait()
+        seen = call("consume", "shop.orders", "--from-beginning", "-n", "1", "--url", url)
+        assert "shop.orders/0@0" in seen.out
+        below = descendants(shown.pid)
+        shown.type("\x03")
+        assert shown.end() == 0
+    until_gone(below)
+
+
+@pytest.mark.parametrize("option", ["--listen", "--kafka-port"])
+def test_port_in_use_is_reported(tmp_path: Path, call: Call, option: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = call("dev", "--data-dir", tmp_path, "--listen", listen)
+        port = taken.getsockname()[1]
+        given = {"--listen": "127.0.0.1:0", option: f"127.0.0.1:{port}"}
+        if option == "--kafka-port":
+            given[option] = str(port)
+        words = [word for pair in given.items() for word in pair]
+        done = call("dev", "--data-dir", tmp_path, *words)
     assert (done.code, done.out) == (1, "")
-    assert f"Error: cannot listen on {listen}: address already in use" in done.err
+    assert f"cannot listen on 127.0.0.1:{port}: address already in use" in done.err
+    assert f"Choose another {'address with ' * (option == '--listen')}{option}" in done.err
+
+
+def test_sample_needs_no_credentials(tmp_path: Path, call: Call) -> None:
+    token = secret_file(tmp_path / "token", "0123456789abcdef")
+    refused = call("dev", "--data-dir", tmp_path, "--sample", "--token-file", token)
+    assert (refused.code, refused.out) == (2, "")
+    assert "--sample calls the proxy without credentials: unset token_file" in refused.err
 
 
 def test_data_directory_in_use_is_reported(dev: Dev, call: Call) -> None:
