@@ -138,7 +138,6 @@ def command(context: click.Context) -> None:
     of these at the worst moments, and then compares the orders in the database with the messages
     that consumers see. Exit code 1: they differ. All data is in a temporary folder. The first run
     downloads Kafka (43 MB) into your cache. `demo consume` and `demo exactly-once` show consumers.
-    show consumers.
     """
     if context.invoked_subcommand is None:
         _run(_show)
@@ -196,6 +195,7 @@ async def _show(folder: Path, console: Console) -> None:
     timeline.title("0. A real Apache Kafka and a proxy start")
     async with set_up(folder, timeline) as stage:
         timeline.show("kafka", "ready", stage.kafka)
+        timeline.show("proxy", "ready", f"its console shows the same: {stage.url}/")
         following = asyncio.create_task(stage.follow())
         try:
             await play(stage)
@@ -212,3 +212,8 @@ async def _judge(stage: DemoEnvironment, console: Console) -> None:
     if not all(line.agree for line in lines):
         raise CommandFailed("the database and Kafka differ: see the table above")
     console.print(Text("The database and Kafka agree, message for message.", "bold green"))
+    console.print(
+        "`txbroker dev --sample` keeps such a shop running; `txbroker consume shop.orders` shows "
+        "its messages arrive.",
+        soft_wrap=True,
+    )

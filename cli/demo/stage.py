@@ -218,6 +218,7 @@ class DemoEnvironment:
     def __init__(self, folder: Path, proxy: Proxy, kafka: str, timeline: Timeline) -> None:
         self.database = folder / "shop.db"
         self.kafka = kafka
+        self.url = proxy.url
         self.timeline = timeline
         self._proxy = proxy
         self._settled: set[str] = set()

@@ -162,7 +162,7 @@ def _left_out(
     """Yield which transactions a list leaves out, why, and how to see them.
 
     Args:
-        to_people: yield it although no limit was met, and how many these are.
+        to_people: name them although no limit was met, with their number.
     """
     counts: Counter[str] = Counter()
     if to_people and all(value is None for value in query.values()):
