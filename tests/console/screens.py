@@ -36,7 +36,7 @@ LOOKS: dict[str, dict[str, Any]] = {
 SHOWN = {
     "well", "overview", "overview-dark", "overview-narrow", "transactions", "transactions-dark",
     "transactions-narrow", "transaction", "transaction-dark", "content", "groups", "groups-dark",
-    "preview", "outcome", "login",
+    "preview", "outcome", "login", "find",
 }  # fmt: skip
 
 
@@ -163,6 +163,7 @@ def main() -> None:
             "refused": f"/transactions/{found['refused']}",
             "content": f"/transactions/{found['refused']}?bodies=1",
             "groups": "/groups",
+            "find": "/find?topic=stock&group=inventory",
             "preview": "/actions/rollback?state=parked&group=inventory",
         }
         for name, path in pages.items():

@@ -1,4 +1,4 @@
-"""Transactions are found by what is known of them, and shown in full after any restart."""
+"""Transactions are found by any known fact, and shown in full after any restart."""
 
 from __future__ import annotations
 

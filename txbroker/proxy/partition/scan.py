@@ -195,7 +195,7 @@ async def search_half(half: Log, terms: Terms, cursor: Cursor) -> ScanPage:
         else:
             at = before
     except LogTruncated:
-        begin = before  # retention has deleted what was to be read, and all before it
+        begin = before  # retention has deleted this part, and all before it
     if at >= before:
         before, at = block, -1
     following = Cursor(DONE, begin, end, before, at) if before > begin else None
