@@ -146,7 +146,7 @@ lint: $(VENV)/.dev ## Check style and types
 	@$(BIN)/mypy
 
 .PHONY: docs
-docs: $(VENV)/.dev ## Renew the reference pages, the dashboard and the schema of the chart's values, which code makes
+docs: $(VENV)/.dev ## Renew the reference pages, the dashboard, and schema and table of the chart's values, which code makes
 	@$(BIN)/python -m txbroker.proxy.reference
 	@$(BIN)/python docs/states.py
 	@$(BIN)/python -m txbroker.cli.reference > docs/reference/cli.md
@@ -155,6 +155,7 @@ docs: $(VENV)/.dev ## Renew the reference pages, the dashboard and the schema of
 	@$(BIN)/python -m tests.lint.test_surface > tests/lint/surface.txt
 	@$(BIN)/python charts/dashboard.py > charts/txbroker/files/dashboard.json
 	@$(BIN)/python charts/schema.py > charts/txbroker/values.schema.json
+	@$(BIN)/python charts/readme.py > charts/txbroker/README.md
 
 .PHONY: security-table
 security-table: $(VENV)/.dev ## Run the security tests, and write what came of each case

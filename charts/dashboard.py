@@ -256,6 +256,7 @@ WITHOUT_OWNER = (
 )
 NO_DECISION = f'{GROUP}, outcome=~"unknown|unclear"'
 UNREACHED = f'{GROUP}, outcome=~"unreachable|returned"'
+ERRORS = f'{HERE}, status=~"4xx|5xx"'
 NOT_ELSEWHERE = f'{HERE}, state!="elsewhere"'
 # An alert without a namespace or job is shown for every selection.
 FIRING = (
@@ -348,12 +349,15 @@ OVERVIEW = [
     latency(
         "Decision latency", "From a decision's call to its answer.", "decision_latency_seconds"
     ),
+    latency("Prepare latency", "From a prepare's call to its answer.", "prepare_latency_seconds"),
     lines(
         "Turned away",
         "Calls that met a limit, and decisions contrary to the standing one, per second.",
         "reqps",
         (rate("overloaded_total", "operation"), "{{operation}}"),
         (rate("conflicts_total"), "contrary decision"),
+        width=WIDTH,
+        height=6,
     ),
 ]
 
@@ -367,11 +371,17 @@ GROUPS = [
             Query(f"max by (group) ({own('pending_oldest_age_seconds', GROUP)})", "oldest"),
             Query(f"sum by (group) ({own('parked', GROUP)})", "parked"),
             Query(f"sum by (group) ({own('sessions', GROUP)})", "sessions"),
+            Query(rate("decisions_total", "group", GROUP), "decisions"),
             Query(rate("checks_total", "group", NO_DECISION), "failing checks"),
             Query(rate("checks_total", "group", UNREACHED), "unreached"),
         ),
         width=WIDTH,
-        units=(("oldest", "s"), ("failing checks", "ops"), ("unreached", "ops")),
+        units=(
+            ("oldest", "s"),
+            ("decisions", "ops"),
+            ("failing checks", "ops"),
+            ("unreached", "ops"),
+        ),
     ),
     lines(
         "Pending", "Undecided.", "short", (f"sum by (group) ({own('pending', GROUP)})", "{{group}}")
@@ -534,6 +544,26 @@ PROXIES = [
         "Transactions in the one that was written last.",
         "short",
         f"max by (instance) ({own('snapshot_entries')})",
+    ),
+    by(
+        "instance",
+        "Event-loop lag, p99",
+        "How late a timer runs: nothing else is served meanwhile.",
+        "s",
+        quantile(0.99, "event_loop_lag_seconds", "instance"),
+    ),
+    by(
+        "operation",
+        "HTTP requests",
+        "Per second, by operation.",
+        "reqps",
+        rate("http_requests_total", "operation"),
+    ),
+    lines(
+        "HTTP errors",
+        "Answers of the classes 4xx and 5xx, per second.",
+        "reqps",
+        (rate("http_requests_total", "operation, status", ERRORS), "{{operation}} {{status}}"),
     ),
     by("instance", "Memory", "Resident.", "bytes", of_process("process_resident_memory_bytes")),
     by(

@@ -35,6 +35,17 @@ DURATION: Json = {"type": "string", "pattern": r"^([0-9]+(ms|[smhd]))+$"}
 TRUTH: Json = {"type": "boolean"}
 NUMBER_OF_USER: Json = {"type": ["integer", "null"], "minimum": 1, "maximum": 2**31 - 1}
 TEXTS: Json = {"type": "object", "additionalProperties": TEXT}
+VARIABLES: Json = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["name"],
+        "properties": {
+            "name": {"type": "string", "not": {"pattern": "^(TXBROKER_|POD_NAME$|XDG_CACHE_HOME$)"}}
+        },
+    },
+}
+"""Variables of Kubernetes', but for those that templates make."""
 LIST_OF_OBJECTS: Json = {"type": "array", "items": {"type": "object"}}
 OBJECT_OF_KUBERNETES: Json = {"type": "object"}
 PULL: Json = {"type": "string", "enum": ["Always", "IfNotPresent", "Never"]}
@@ -135,11 +146,22 @@ def proxies() -> dict[str, Json]:
         "tolerations": LIST_OF_OBJECTS,
         "topologySpreadConstraints": LIST_OF_OBJECTS,
         "priorityClassName": NAME_OR_NONE,
+        "extraEnv": VARIABLES,
+        "extraVolumes": LIST_OF_OBJECTS,
+        "extraVolumeMounts": LIST_OF_OBJECTS,
         "runAsUser": NUMBER_OF_USER,
         "fsGroup": NUMBER_OF_USER,
         "service": closed(
             type={"type": "string", "enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
             annotations=TEXTS,
+        ),
+        "ingress": closed(
+            enabled=TRUTH,
+            className=NAME_OR_NONE,
+            annotations=TEXTS,
+            hosts={"type": "array", "items": NAME},
+            tls=LIST_OF_OBJECTS,
+            admin=TRUTH,
         ),
         "serviceAccount": closed(create=TRUTH, name=NAME_OR_NONE),
         "podDisruptionBudget": closed(enabled=TRUTH, maxUnavailable=count(1)),

@@ -16,11 +16,15 @@ from txbroker.proxy.observe.metrics import Described, Metrics
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "charts/txbroker/files"
 RUNBOOKS = ROOT / "docs/runbooks"
+RUNBOOKS_URL = yaml.safe_load((ROOT / "charts/txbroker/values.yaml").read_text())["prometheusRule"][
+    "runbooksUrl"
+]
 SECTIONS = ["Meaning", "Impact", "Diagnosis", "Mitigation"]
 # The label `kind` of the audit comes from its findings, `le` from histograms.
 ALERTS = [
     "PendingTooOld",
     "PendingGrowing",
+    "PrepareSlow",
     "Parking",
     "Refusing",
     "ChecksFailing",
@@ -67,7 +71,7 @@ def test_alert_queries_exported_metrics(rule: dict[str, Any]) -> None:
 def test_alert_texts_use_labels_that_it_has(rule: dict[str, Any]) -> None:
     texts = rule["annotations"]
     assert set(texts) == {"summary", "description", "runbook_url"}
-    assert texts["runbook_url"] == f"docs/runbooks/{rule['alert']}.md"
+    assert texts["runbook_url"] == f"{RUNBOOKS_URL}{rule['alert']}.md"
     assert rule["labels"]["severity"] in ("critical", "warning")
     shown = set(re.findall(r"\$labels\.(\w+)", " ".join(texts.values())))
     kept = promql.TARGET.union(*(KNOWN[name] for name in promql.names(rule["expr"])))

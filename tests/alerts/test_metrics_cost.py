@@ -13,7 +13,7 @@ from tests.kit.cluster import Proxies
 from tests.kit.memory import MemoryHarness
 from tests.kit.service import FakeEndpoint
 from tests.kit.until import unique, until
-from txbroker.core.records import Decision, Message, Place, Source
+from txbroker.core.records import Decision, Half, Message, Place, Source
 from txbroker.core.transaction import Transaction, Verdict
 from txbroker.proxy.observe.metrics import Metrics
 
@@ -28,6 +28,7 @@ class Settled:
 
     places = (Place("payments", 0, 100),)
     messages = (Message("payments"),)
+    half = Half("", "orders", messages)
     verdict = Verdict(Decision.COMMIT, source=Source.PRODUCER)
     decided_at_ms, promoted_at_ms = 1_700_000_000_000, 1_700_000_000_005
 
@@ -43,7 +44,8 @@ def test_counting_a_transaction_takes_microseconds() -> None:
         for number in range(TRANSACTIONS):
             metrics.prepared((transaction,))
             metrics.decided((transaction,))
-            metrics.decisions_took(0.001)
+            metrics.prepare_latency.add(0.001)
+            metrics.decision_latency.add(0.001)
             if number % len(turn) == 0:
                 metrics.promoted(turn)
         return (time.process_time() - begun_s) / TRANSACTIONS
@@ -52,7 +54,8 @@ def test_counting_a_transaction_takes_microseconds() -> None:
     text = metrics.text().decode()
     for line in (
         'txbroker_prepared_total{topic="payments"} ',
-        'txbroker_decisions_total{decision="commit",source="producer"} ',
+        'txbroker_decisions_total{decision="commit",group="orders",source="producer"} ',
+        "txbroker_prepare_latency_seconds_count ",
         "txbroker_decision_latency_seconds_count ",
         'txbroker_promoted_total{topic="payments"} ',
         "txbroker_promotion_latency_seconds_count ",

@@ -29,7 +29,7 @@ def promtool(*words: str, folder: Path = FILES) -> tuple[int, str]:
     [
         pytest.param(
             ("check", "rules", "--lint-fatal", "alerts.yaml"),
-            "SUCCESS: 18 rules found",
+            "SUCCESS: 19 rules found",
             id="rules are valid",
         ),
         pytest.param(("test", "rules", "alerts_test.yaml"), "SUCCESS", id="unit tests pass"),
@@ -47,6 +47,7 @@ CHANGES = {
     "txbroker_lost_undecided_total offset 1h": "txbroker_lost_undecided_total offset 1ms",
     "> 0.5\n          and\n": "> 0.9\n          and\n",
     '{outcome=~"unreachable|returned"}[5m]': '{outcome="returned"}[5m]',
+    ") > 1\n        for: 10m": ") > 2\n        for: 10m",
     "_age_seconds) > 60": "_age_seconds) > 600",
     "(txbroker_refused) > 0": "(txbroker_refused) > 5",
     "txbroker_ready == 0\n        for: 5m": "txbroker_ready == 0\n        for: 30m",

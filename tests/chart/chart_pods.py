@@ -57,6 +57,8 @@ def pods(objects: list[Object]) -> Iterator[Pod]:
     """Yield the template of every Pod."""
     for found in objects:
         spec = found.get("spec", {})
+        if found["kind"] == "Pod":
+            yield Pod(found, found["metadata"]["labels"], spec)
         template = spec.get("jobTemplate", {}).get("spec", spec).get("template")
         if template is not None:
             yield Pod(found, template["metadata"]["labels"], template["spec"])

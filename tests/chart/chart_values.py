@@ -40,6 +40,16 @@ EVERYTHING: Values = {
         {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
     ],
     "priorityClassName": "high",
+    "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy.example.org:3128"}],
+    "extraVolumes": [{"name": "more", "configMap": {"name": "more-certificates"}}],
+    "extraVolumeMounts": [{"name": "more", "mountPath": "/etc/ssl/more", "readOnly": True}],
+    "ingress": {
+        "enabled": True,
+        "className": "nginx",
+        "annotations": {"cert-manager.io/issuer": "ours"},
+        "hosts": ["shop.example.org"],
+        "tls": [{"hosts": ["shop.example.org"], "secretName": "shop-tls"}],
+    },
     "podLabels": {"team": "pay"},
     "podAnnotations": {"note": "yes"},
     "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
@@ -105,6 +115,7 @@ SECURED: Values = {
     },
     "admin": {"port": 8471, "token": {"existingSecret": "operators-token", "key": "bearer"}},
     "service": {"type": "LoadBalancer"},
+    "ingress": {"enabled": True, "hosts": ["operators.example.org"], "admin": True},
     "networkPolicy": {
         "enabled": True,
         "clients": [{"namespaceSelector": {"matchLabels": {"kind": "shop"}}}],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import configparser
 import json
+import re
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts/txbroker"
 OPERATORS = {"ServiceMonitor", "PrometheusRule"}
 """Kinds of the Prometheus Operator, of which Kubernetes has no schema."""
+RUNBOOKS_URL = yaml.safe_load((CHART / "values.yaml").read_text())["prometheusRule"]["runbooksUrl"]
 HANDING_OVER_S = 15
 FILES = {"TXBROKER_CA_FILE", "TXBROKER_CLIENT_CERT_FILE", "TXBROKER_CLIENT_KEY_FILE"}
 """Variables of the commands that call a proxy."""
@@ -82,11 +85,12 @@ def test_a_field_that_kubernetes_does_not_know_is_found(render: Render) -> None:
 
 def test_optional_objects_are_off_by_default(render: Render) -> None:
     always = {"StatefulSet", "Service", "ConfigMap", "Job", "PodDisruptionBudget", "ServiceAccount"}
-    more = {"NetworkPolicy", "CronJob", "PersistentVolumeClaim", *OPERATORS}
+    always |= {"Pod"}  # of `helm test`
+    more = {"NetworkPolicy", "CronJob", "PersistentVolumeClaim", "Ingress", *OPERATORS}
     assert {found["kind"] for found in render({})} == always
     assert {found["kind"] for found in render(EVERYTHING)} == always | more
     spare = {found["kind"] for found in render(SETS["spare"])}
-    assert spare == {"StatefulSet", "Service", "ConfigMap", "NetworkPolicy", "CronJob"}
+    assert spare == {"StatefulSet", "Service", "ConfigMap", "NetworkPolicy", "CronJob", "Pod"}
 
 
 @every_set
@@ -148,14 +152,14 @@ def test_secrets_are_only_referred_to(render: Render, name: str) -> None:
                 assert ("items" in volume["secret"]) is (volume["name"] != "groups")
 
 
-def test_only_proxies_are_given_the_token(everything: list[Object]) -> None:
+def test_only_proxies_and_the_test_are_given_the_token(everything: list[Object]) -> None:
     with_token = [
         pod.owner["kind"]
         for pod in pods(everything)
         for volume in pod.spec["volumes"]
         if volume.get("secret", {}).get("secretName") == "our-token"
     ]
-    assert with_token == ["StatefulSet"]
+    assert sorted(with_token) == ["Pod", "StatefulSet"]
 
 
 def test_only_proxies_find_the_secrets_of_groups(everything: list[Object]) -> None:
@@ -194,11 +198,11 @@ def test_everything_that_is_written_has_a_volume(everything: list[Object]) -> No
 def test_every_option_and_variable_is_txbrokers(render: Render, name: str) -> None:
     for pod in pods(render(SETS[name])):
         command, context = called(pod)
-        assert command in ("proxy", "topics apply", "audit run")
+        assert command in ("proxy", "topics apply", "audit run", "doctor")
         context.close()
         of_commands = {CONFIG_VARIABLE, REPOSITORY_SETTING, "TXBROKER_URL", *FILES}
         known = {ENV_PREFIX + field.upper() for field in Settings.model_fields} | of_commands
-        others = {"POD_NAME", "XDG_CACHE_HOME"}
+        others = {"POD_NAME", "XDG_CACHE_HOME", "HTTPS_PROXY"}
         assert set(environment(pod)) - known <= others
 
 
@@ -253,7 +257,8 @@ def test_a_proxy_advertises_its_own_name_and_answers_to_it(
     for host in ("evil.example.org", f"{plain}.other"):
         with pytest.raises(Forbidden):
             guard.admit_page(make_mocked_request("GET", "/", headers={"Host": host}))
-    for host in SETS[name].get("allowedHosts", []):
+    outside = SETS[name].get("ingress", {}).get("hosts", [])
+    for host in SETS[name].get("allowedHosts", []) + outside:
         guard.admit_page(make_mocked_request("GET", "/", headers={"Host": host}))
 
 
@@ -343,7 +348,10 @@ def test_more_proxies_restart_none_and_other_settings_all(render: Render) -> Non
 def test_the_network_policy_lets_in_whom_it_names(everything: list[Object]) -> None:
     policy = one(everything, "NetworkPolicy")["spec"]
     assert policy["policyTypes"] == ["Ingress", "Egress"]
-    (ingress,) = policy["ingress"]
+    of_test, ingress = policy["ingress"]
+    (tester,) = (pod.labels for pod in pods(everything) if pod.owner["kind"] == "Pod")
+    assert of_test["from"][0]["podSelector"]["matchLabels"].items() <= tester.items()
+    assert of_test["ports"] == ingress["ports"]
     own, *others = ingress["from"]
     assert own["podSelector"]["matchLabels"] == policy["podSelector"]["matchLabels"]
     named = EVERYTHING["networkPolicy"]
@@ -357,7 +365,56 @@ def test_the_network_policy_lets_in_whom_it_names(everything: list[Object]) -> N
 def test_without_clients_the_namespace_may_call(render: Render) -> None:
     policy = one(render(SETS["spare"]), "NetworkPolicy")["spec"]
     assert policy["policyTypes"] == ["Ingress"]
-    assert policy["ingress"][0]["from"][1:] == [{"podSelector": {}}]
+    assert policy["ingress"][1]["from"][1:] == [{"podSelector": {}}]
+
+
+# --- reached from outside, extended, tried ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "service", "host"),
+    [
+        ("everything", "shop-txbroker", "shop.example.org"),
+        ("secured", "shop-txbroker-admin", "operators.example.org"),
+    ],
+)
+def test_an_ingress_leads_to_a_service(render: Render, name: str, service: str, host: str) -> None:
+    objects = render(SETS[name])
+    (rule,) = one(objects, "Ingress")["spec"]["rules"]
+    backend = rule["http"]["paths"][0]["backend"]["service"]
+    assert (rule["host"], backend["name"]) == (host, service)
+    ports = one(objects, "Service", service)["spec"]["ports"]
+    assert backend["port"]["name"] in {port["name"] for port in ports}
+
+
+def test_every_container_has_the_further_variables_and_volumes(everything: list[Object]) -> None:
+    for pod in pods(everything):
+        assert environment(pod)["HTTPS_PROXY"] == EVERYTHING["extraEnv"][0]["value"]
+        assert EVERYTHING["extraVolumes"][0] in pod.spec["volumes"]
+        assert EVERYTHING["extraVolumeMounts"][0] in pod.container["volumeMounts"]
+
+
+@every_set
+def test_helm_test_calls_the_doctor_as_an_operator(
+    render: Render, name: str, tmp_path: Path
+) -> None:
+    objects = render(SETS[name])
+    pod = pod_of(objects, "Pod")
+    assert pod.owner["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert called(pod)[0] == "doctor"
+    variables = environment(pod)
+    host, port = variables["TXBROKER_URL"].rpartition("//")[2].split(":")
+    service = next(
+        s for s in of_kind(objects, "Service") if host.startswith(s["metadata"]["name"] + ".pay.")
+    )
+    assert int(port) in {each["port"] for each in service["spec"]["ports"]}
+    settings = settings_of(pod_of(objects, "StatefulSet"), objects, tmp_path / "proxy")
+    assert int(port) == (settings.admin_address or settings.listen_address).port
+    guarded = settings.token_file or settings.admin_token_file or settings.principals_file
+    assert ("TXBROKER_TOKEN_FILE" in variables) is (guarded is not None)
+    settings_of(pod, objects, tmp_path / "test")
+    files = [value for key, value in variables.items() if key.endswith("_FILE")]
+    assert [path for path in files if not (tmp_path / "test" / path[1:]).exists()] == []
 
 
 # --- topics, audit ---------------------------------------------------------------------------
@@ -414,7 +471,8 @@ def test_an_existing_claim_is_used(render: Render) -> None:
 
 def test_the_rules_are_those_that_were_tried(everything: list[Object]) -> None:
     text = (CHART / "files/alerts.yaml").read_text()
-    expected = yaml.safe_load(text.replace("docs/runbooks/", "https://example.org/runbooks/"))
+    assert text.count(RUNBOOKS_URL) == text.count("runbook_url: ")
+    expected = yaml.safe_load(text.replace(RUNBOOKS_URL, "https://example.org/runbooks/"))
     assert one(everything, "PrometheusRule")["spec"] == expected
     assert "https://example.org/runbooks/TxBrokerParking.md" in str(expected)
 
@@ -490,6 +548,19 @@ def test_the_chart_is_of_this_version() -> None:
     about = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert about["appVersion"] == txbroker.__version__
     assert "dependencies" not in about
+    parts = configparser.ConfigParser()
+    parts.read(ROOT / "setup.cfg")
+    urls = dict(re.findall(r"^(\w+) = (\S+)$", parts["metadata"]["project_urls"], re.M))
+    assert [about["home"], *about["sources"]] == [urls["Homepage"], urls["Source"]]
+    assert about["maintainers"]
+    in_repository = {
+        "icon": about["icon"].removeprefix(f"{urls['Source']}/raw/main/"),
+        "runbooks": RUNBOOKS_URL.removeprefix(f"{urls['Source']}/blob/main/"),
+        **{name: url.removeprefix(f"{urls['Source']}/blob/main/") for name, url in urls.items()},
+    }
+    for name in ("Homepage", "Source", "Issues"):
+        del in_repository[name]
+    assert [path for path in in_repository.values() if not (ROOT / path).exists()] == []
 
 
 def test_a_package_holds_what_is_rendered_and_no_tests(helm: Helm, tmp_path: Path) -> None:

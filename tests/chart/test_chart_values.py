@@ -52,12 +52,29 @@ def closed_objects(schema: Object, at: str = "") -> Iterator[tuple[str, Object]]
             yield from closed_objects(inner, f"{at}.{name}".lstrip("."))
 
 
-def test_the_schema_is_the_one_that_is_made() -> None:
+@pytest.mark.parametrize(
+    ("script", "file"), [("schema.py", "values.schema.json"), ("readme.py", "README.md")]
+)
+def test_schema_and_table_of_values_are_those_that_are_made(script: str, file: str) -> None:
     made = subprocess.run(
-        [sys.executable, "charts/schema.py"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, f"charts/{script}"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    current = (CHART / "values.schema.json").read_text()
-    assert current == made.stdout, "renew it: make docs"
+    assert (CHART / file).read_text() == made.stdout, "renew it: make docs"
+
+
+def leaves(values: Object, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value that is no block, by its path."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{at}{name}.")
+        else:
+            yield at + name, value
+
+
+def test_table_of_values_has_every_value_and_its_default() -> None:
+    table = (CHART / "README.md").read_text().partition("\n| --- ")[2]
+    found = dict(re.findall(r"^\| `([\w.]+)` \| `(.*?)` \| ", table, re.M))
+    assert {name: yaml.safe_load(text) for name, text in found.items()} == dict(leaves(VALUES))
 
 
 def test_unlisted_values_are_refused() -> None:
@@ -219,6 +236,18 @@ REFUSED: dict[str, tuple[Object, str]] = {
     "operators' token without a port": (
         {"admin": {"token": {"existingSecret": "a"}}},
         "admin.token.existingSecret needs admin.port",
+    ),
+    "an ingress without a name": (
+        {"ingress": {"enabled": True}},
+        "ingress.enabled needs ingress.hosts",
+    ),
+    "an ingress to a port that is not there": (
+        {"ingress": {"enabled": True, "hosts": ["a.example.org"], "admin": True}},
+        "ingress.admin needs admin.port",
+    ),
+    "a setting as a variable": (
+        {"extraEnv": [{"name": "TXBROKER_KAFKA", "value": "a:1"}]},
+        "extraEnv.0.name: Must not validate the schema",
     ),
     "one port for both": ({"admin": {"port": 8470}}, "admin.port must be another one than port"),
     "a port of root's": ({"admin": {"port": 443}}, "admin.port"),

@@ -236,6 +236,20 @@ def test_links_of_docs_resolve() -> None:
     assert broken == []
 
 
+def test_links_of_the_readme_work_outside_a_clone() -> None:
+    """It is also the page of the package index; the address stands in setup.cfg alone."""
+    text = (ROOT / "README.md").read_text()
+    parts = configparser.ConfigParser()
+    parts.read(ROOT / "setup.cfg")
+    (source,) = re.findall(r"^Source = (\S+)$", parts["metadata"]["project_urls"], re.M)
+    relative = re.findall(r"\]\((?!https:|#)([^)\s]+)\)", text)
+    relative += re.findall(r"^\[[^\]]+\]: (?!https:)(\S+)$", text, re.M)
+    assert relative == []
+    linked = re.findall(rf"{re.escape(source)}/(?:blob|raw)/main/([^)#\s]+)", text)
+    assert linked
+    assert [path for path in linked if not (ROOT / path).exists()] == []
+
+
 def test_modules_bind_each_constant_once() -> None:
     """The second value would also be that of functions above it."""
     faults = []

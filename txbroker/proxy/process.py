@@ -1,5 +1,6 @@
 """Assembles one proxy: door, broker, checks and HTTP server."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -35,7 +36,7 @@ from txbroker.proxy.console import console_pages
 from txbroker.proxy.http import make_admin_app, make_app, make_peer_app, serve
 from txbroker.proxy.http.api import CONTEXT
 from txbroker.proxy.http.guards import PeerGuard, load_principals
-from txbroker.proxy.observe.gauges import AuditMetrics, PartitionGauges
+from txbroker.proxy.observe.gauges import AuditMetrics, PartitionGauges, measure_loop
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.metrics import Metrics
 from txbroker.proxy.observe.overview import GroupStatus
@@ -80,6 +81,7 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         principals = load_principals(settings)
         share_of = _share_of(principals)
         metrics = Metrics(settings.group_labels_max, share_of=share_of)
+        stack.callback(asyncio.create_task(measure_loop(metrics)).cancel)
         listening: list[str] = []
         checks = make_checks(
             settings, lambda: (*listening, *_known(broker.partitions)), door.brokers

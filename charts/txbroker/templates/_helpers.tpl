@@ -164,6 +164,12 @@ $(POD_NAME).{{ include "txbroker.peers" . }}.{{ .Release.Namespace }}.svc.{{ .Va
 {{- if and .Values.admin.token.existingSecret (not .Values.admin.port) -}}
 {{- fail "admin.token.existingSecret needs admin.port: at one address there is one token" -}}
 {{- end -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
+{{- fail "ingress.enabled needs ingress.hosts: proxies answer to names that they know only" -}}
+{{- end -}}
+{{- if and .Values.ingress.enabled .Values.ingress.admin (not .Values.admin.port) -}}
+{{- fail "ingress.admin needs admin.port: without it `port` serves operators, too" -}}
+{{- end -}}
 {{- if eq (int .Values.admin.port) (int .Values.port) -}}
 {{- fail "admin.port must be another one than port" -}}
 {{- end -}}
@@ -312,7 +318,7 @@ insecure = true
 {{- $inside := printf "%s.%s.svc" $name $.Release.Namespace -}}
 {{- $hosts = concat $hosts (list $name (trimSuffix ".svc" $inside) $inside (printf "%s.%s" $inside $.Values.clusterDomain)) -}}
 {{- end -}}
-{{- concat $hosts .Values.allowedHosts | join "," -}}
+{{- concat $hosts .Values.allowedHosts (.Values.ingress.enabled | ternary .Values.ingress.hosts list) | uniq | join "," -}}
 {{- end -}}
 
 {{- define "txbroker.podSecurity" -}}
@@ -369,6 +375,38 @@ securityContext:
       name: {{ .Values.kafka.sasl.existingSecret }}
       key: {{ .Values.kafka.sasl.usernameKey }}
 {{- end }}
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* How the commands that are called in a Pod trust the proxies, and prove who they are. */}}
+{{- define "txbroker.callerEnv" -}}
+{{- with .Values.tls }}
+{{- if and .existingSecret .caKey }}
+- name: TXBROKER_CA_FILE
+  value: /etc/txbroker/tls/{{ .caKey }}
+{{- end }}
+{{- if .clients.caSecret }}
+- name: TXBROKER_CLIENT_CERT_FILE
+  value: /etc/txbroker/tls/{{ .certKey }}
+- name: TXBROKER_CLIENT_KEY_FILE
+  value: /etc/txbroker/tls/{{ .keyKey }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Keys of a Secret as a volume. Call with a dict of name, secret and keys. */}}
+{{- define "txbroker.secretVolume" -}}
+- name: {{ .name }}
+  secret:
+    secretName: {{ .secret }}
+    defaultMode: 0440
+    items:
+      {{- range .keys | compact | uniq }}
+      - key: {{ . }}
+        path: {{ . }}
+      {{- end }}
 {{- end -}}
 
 {{/* The settings by which a proxy is called, but for its tokens. */}}
@@ -456,6 +494,9 @@ securityContext:
   mountPath: /etc/txbroker/kafka-client
   readOnly: true
 {{- end }}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{/* Call with a dict of `root` and `config`, the ConfigMap's name. */}}
@@ -515,5 +556,8 @@ securityContext:
       - key: {{ . }}
         path: {{ . }}
       {{- end }}
+{{- end }}
+{{- with .root.Values.extraVolumes }}
+{{ toYaml . }}
 {{- end }}
 {{- end -}}

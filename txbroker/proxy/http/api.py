@@ -50,7 +50,7 @@ from txbroker.proxy.http.operations import (
 from txbroker.proxy.http.peer_api import PeerApi
 from txbroker.proxy.http.sessions import SessionServer
 from txbroker.proxy.observe.logging import get_logger
-from txbroker.proxy.observe.metrics import Gauges, Metrics
+from txbroker.proxy.observe.metrics import OTHER, Gauges, Metrics
 
 log = get_logger(__name__)
 
@@ -277,7 +277,6 @@ def _admission(
 ) -> Middleware:
     """Return the middleware that admits callers and turns errors into answers."""
 
-    @web.middleware
     async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             # Pages do their own admission: they answer in HTML and have a login.
@@ -301,7 +300,15 @@ def _admission(
         except Exception as error:
             return failure_answer(request, error).response()
 
-    return admit
+    @web.middleware
+    async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = await admit(request, handler)
+        endpoint = getattr(request.match_info.handler, "__self__", None)
+        name = endpoint.operation.name if isinstance(endpoint, ApiEndpoint) else OTHER
+        parts.local.metrics.answers_of(name)[response.status // 100] += 1
+        return response
+
+    return count
 
 
 def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:

@@ -48,6 +48,7 @@ class ApiEndpoint:
         self._context = context
         self._guard = guard
         self._changes = operation.changes
+        self._answered = context.metrics.answers_of(operation.name)
         # The loop itself holds tasks weakly.
         self._tasks: set[asyncio.Future[ApiReply]] = set()
 
@@ -119,6 +120,7 @@ class ApiEndpoint:
             send(self._failed(request, body, error))
             return
         body.release()
+        self._answered[answer.status // 100] += 1
         send(answer)
 
     def _failed(
@@ -133,9 +135,11 @@ class ApiEndpoint:
         if isinstance(error, ConnectionError) or not isinstance(error, Exception):
             return None
         try:
-            return failure_answer(request, error)
+            answer = failure_answer(request, error)
         except Exception as failure:  # such as a text that cannot be encoded
-            return failure_answer(request, failure)
+            answer = failure_answer(request, failure)
+        self._answered[answer.status // 100] += 1
+        return answer
 
     def _check(self, request: AnyRequest, principal: Principal) -> None:
         operation = self.operation

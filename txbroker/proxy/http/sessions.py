@@ -366,8 +366,10 @@ class SdkSession:
                     failed.append((calls[place], answer))
                 else:
                     done.append(wire.Status(calls[place], answer.id, answer.state, answer.decision))
-            if frame_calls.name == "decide" and done:
-                self._context.metrics.decisions_took(time.monotonic() - started, len(done))
+            if done and frame_calls.name != "check":
+                metrics, prepare = self._context.metrics, frame_calls.name == "prepare"
+                latency = metrics.prepare_latency if prepare else metrics.decision_latency
+                latency.add(time.monotonic() - started, len(done))
             self._queue(done, ANSWER_BYTES * len(done))
             for call, error in failed:
                 self._fail((call,), error, frame_calls.name)

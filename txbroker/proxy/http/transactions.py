@@ -105,7 +105,8 @@ def prepare(call: ApiCall) -> Awaitable[ApiReply]:
 
 def _prepare(call: ApiCall, request: PrepareRequest) -> asyncio.Future[ApiReply]:
     call.context.limits.check_prepare(request)
-    return call.context.batcher.submit(request, _prepared)
+    prepared = partial(_prepared, call.context.metrics, time.monotonic())
+    return call.context.batcher.submit(request, prepared)
 
 
 async def _prepare_traced(call: ApiCall, request: PrepareRequest) -> ApiReply:
@@ -116,7 +117,8 @@ async def _prepare_traced(call: ApiCall, request: PrepareRequest) -> ApiReply:
         return reply
 
 
-def _prepared(status: TransactionStatus) -> ApiReply:
+def _prepared(metrics: Metrics, began_s: float, status: TransactionStatus) -> ApiReply:
+    metrics.prepare_latency.add(time.monotonic() - began_s)
     return _status_reply(status, 201 if status.created else 200)
 
 
@@ -174,7 +176,7 @@ def _submit_decision(call: ApiCall, request: DecideRequest) -> asyncio.Future[Ap
 
 
 def _decided(metrics: Metrics, began_s: float, status: TransactionStatus) -> ApiReply:
-    metrics.decisions_took(time.monotonic() - began_s)
+    metrics.decision_latency.add(time.monotonic() - began_s)
     return _status_reply(status)
 
 

@@ -1,5 +1,7 @@
 """Sources of gauges, read at each scrape: a proxy's half partitions, and the results of audits."""
 
+import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Sized
 from weakref import WeakKeyDictionary
@@ -10,6 +12,7 @@ from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.metrics import Gauges, Metrics
 from txbroker.proxy.observe.overview import ObservedBroker, ObservedPartition
 
+LAG_EVERY_S = 1.0
 LOOKED_AT_MAX = 2000
 """Transactions that one scrape reads to find the oldest one without a copy."""
 
@@ -87,6 +90,14 @@ class PartitionGauges:
             return None
         age_ms = owner.now_ms() - (oldest or unsettled[-1]).prepared_at_ms
         return self._half_retention_s - age_ms / 1000
+
+
+async def measure_loop(metrics: Metrics) -> None:
+    """Record once a second how late the event loop runs a timer, until cancelled."""
+    while True:
+        due_s = time.monotonic() + LAG_EVERY_S
+        await asyncio.sleep(LAG_EVERY_S)
+        metrics.loop_lag.add(max(0.0, time.monotonic() - due_s))
 
 
 log = get_logger(__name__)

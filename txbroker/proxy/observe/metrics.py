@@ -8,7 +8,7 @@ limit count together as `other`.
 import platform
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -22,7 +22,11 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -142,6 +146,12 @@ _FAMILIES = (
 )
 
 
+_ANSWERS = Described(
+    "txbroker_http_requests_total",
+    "counter",
+    ("operation", "status"),
+    "HTTP requests by operation and class of status; `other`: pages, sessions, unknown paths.",
+)
 _BUILD_INFO = Described(
     "txbroker_build_info", "gauge", ("version", "python"), "Always 1; labels name the build."
 )
@@ -177,7 +187,7 @@ class _Labels:
         return value
 
 
-class _Latency(Collector):
+class Latency(Collector):
     """A histogram of every transaction, at a fifth of the cost of prometheus_client's."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], label: str = "") -> None:
@@ -199,6 +209,11 @@ class _Latency(Collector):
             counts[bisect_left(bounds, duration_s)] += 1
             self._sums[value] += duration_s
 
+    def add(self, duration_s: float, count: int = 1) -> None:
+        """Record operations that were answered together, after `duration_s` seconds."""
+        self._counts[""][bisect_left(self._bounds, duration_s)] += count
+        self._sums[""] += duration_s * count
+
     def collect(self) -> Iterable[Metric]:
         names = [*map(str, self._bounds), "+Inf"]
         family = HistogramMetricFamily(
@@ -210,8 +225,38 @@ class _Latency(Collector):
         yield family
 
 
+class _Answers(Collector):
+    """Counts HTTP answers in plain lists: on direct connections nothing is called to count."""
+
+    def __init__(self) -> None:
+        self.by_operation: defaultdict[str, list[int]] = defaultdict(lambda: [0] * 6)
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(_ANSWERS.name, _ANSWERS.text, labels=_ANSWERS.labels)
+        for operation, counts in self.by_operation.items():
+            for first_digit, count in enumerate(counts):
+                if count:
+                    family.add_metric((operation, f"{first_digit}xx"), count)
+        yield family
+
+
+class _Registry(CollectorRegistry):
+    """Leaves out the time at which each counter and histogram was made: it doubles the series of
+    counters, and Prometheus finds resets without it."""
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in super().collect():
+            metric.samples = [one for one in metric.samples if not one.name.endswith("_created")]
+            yield metric
+
+
 class Metrics:
-    """All metrics of one proxy, in a separate registry: a `PartitionEvents`."""
+    """All metrics of one proxy, in a separate registry: a `PartitionEvents`.
+
+    Attributes:
+        prepare_latency, decision_latency: for what answers these calls.
+        loop_lag: for what measures the event loop.
+    """
 
     def __init__(
         self,
@@ -219,12 +264,14 @@ class Metrics:
         topic_labels_max: int = 500,
         share_of: ShareOf = own_share,
     ) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = _Registry()
         self._group = _Labels(group_labels_max, share_of)
         self._topic = _Labels(topic_labels_max)
         self._sources: list[Callable[[], Gauges]] = []
         self._counters: dict[tuple[str, ...], Counter] = {}
-        self._described: list[Described] = []
+        self._described: list[Described] = [_ANSWERS]
+        self._answers = _Answers()
+        self.registry.register(self._answers)
         self._make_counters()
         self._make_histograms()
         self.registry.register(_GaugeCollector(self))
@@ -237,7 +284,7 @@ class Metrics:
             return Counter(f"txbroker_{name}", text, labels, registry=self.registry)
 
         self._prepared = counter("prepared_total", "Half messages stored.", "topic")
-        self._decisions = counter("decisions_total", "Decisions.", "decision", "source")
+        self._decisions = counter("decisions_total", "Decisions.", "group", "decision", "source")
         self._promoted = counter("promoted_total", "Messages promoted.", "topic")
         self._checks = counter("checks_total", "Checks by outcome.", "group", "outcome")
         self._conflicts = counter("conflicts_total", "Decisions that contradict an earlier one.")
@@ -264,19 +311,27 @@ class Metrics:
             self._described.append(Described(f"txbroker_{name}", "gauge", (), text))
             return Gauge(f"txbroker_{name}", text, registry=self.registry)
 
-        def latency(name: str, text: str, bounds: Sequence[float], *labels: str) -> _Latency:
+        def latency(name: str, text: str, bounds: Sequence[float], *labels: str) -> Latency:
             self._described.append(Described(f"txbroker_{name}", "histogram", labels, text))
-            collector = _Latency(f"txbroker_{name}", text, bounds, *labels)
+            collector = Latency(f"txbroker_{name}", text, bounds, *labels)
             self.registry.register(collector)
             return collector
 
         self._check_s = latency("check_duration_seconds", "Duration of a check.", _CHECK_S, "group")
-        self._decision_s = latency(
+        self.prepare_latency = latency(
+            "prepare_latency_seconds", "Time from a prepare's call to its answer.", _LATENCY_S
+        )
+        self.decision_latency = latency(
             "decision_latency_seconds", "Time from a decision's call to its answer.", _LATENCY_S
         )
         self._promotion_s = latency(
             "promotion_latency_seconds",
             "Time from a commit marker until its messages are visible.",
+            _LATENCY_S,
+        )
+        self.loop_lag = latency(
+            "event_loop_lag_seconds",
+            "Delay of a timer that runs once a second; nothing else is served meanwhile.",
             _LATENCY_S,
         )
         self._recovery_s = histogram(
@@ -307,14 +362,14 @@ class Metrics:
         self._count_messages(self._prepared, transactions)
 
     def decided(self, transactions: Sequence[Transaction]) -> None:
-        counts: dict[tuple[str, str], int] = {}
+        counts: dict[tuple[str, str, str], int] = {}
         for transaction in transactions:
             verdict = transaction.verdict
             if verdict is not None:
-                labels = str(verdict.decision), str(verdict.source)
+                labels = transaction.half.group, str(verdict.decision), str(verdict.source)
                 counts[labels] = counts.get(labels, 0) + 1
-        for (decision, source), count in counts.items():
-            self._count(self._decisions, count, decision, source)
+        for (group, decision, source), count in counts.items():
+            self._count(self._decisions, count, self._group(group), decision, source)
 
     def promoted(self, transactions: Sequence[Transaction]) -> None:
         """Count visible messages, and record the promotion latency of each transaction."""
@@ -365,9 +420,10 @@ class Metrics:
     def snapshot_failed(self) -> None:
         self._snapshot_failed.inc()
 
-    def decisions_took(self, seconds: float, count: int = 1) -> None:
-        """Record the latency of decisions that were answered together."""
-        self._decision_s.observe([seconds] * count)
+    def answers_of(self, operation: str) -> list[int]:
+        """Return the counts of an operation's HTTP answers by the first digit of their status, for
+        the caller to add to."""
+        return self._answers.by_operation[operation]
 
     def recovered(self, seconds: float) -> None:
         self._recovery_s.observe(seconds)
