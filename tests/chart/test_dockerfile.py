@@ -14,6 +14,9 @@ import yaml
 
 import txbroker
 from tests.chart.dockerfile import Builder, Stage, call, instructions
+from tests.kit.command_lines import parsed
+from txbroker.config.settings import ENV_PREFIX, Settings, load_settings
+from txbroker.embedded.server import DEFAULT_VERSION
 from txbroker.spark.session import ivy_dir
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +69,35 @@ def test_versions_are_those_that_the_tests_ran_with() -> None:
         rest.split(" AS ")[1] for rest in steps("FROM")
     }
     assert outside == {f"python:{PYTHON}-slim-{SUITE}"}
+
+
+def test_compose_file_starts_what_it_names() -> None:
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    kafka, proxy = services["kafka"], services["txbroker"]
+    assert kafka["image"] == f"apache/kafka:{DEFAULT_VERSION}"
+    named = re.findall(
+        r"(\w+)://([\w.]+):(\d+)", kafka["environment"]["KAFKA_ADVERTISED_LISTENERS"]
+    )
+    inside, outside = (f"{host}:{port}" for _, host, port in named)
+    assert kafka["ports"] == [f"{outside}:{outside.rpartition(':')[2]}"]
+    listening = kafka["environment"]["KAFKA_LISTENERS"]
+    assert all(f"{name}://0.0.0.0:{port}" in listening for name, _, port in named)
+    stages = [rest.split(" AS ")[1] for rest in steps("FROM")]
+    assert proxy["build"]["target"] in stages
+    environ = {
+        name: re.sub(r"\$\{\w+:-(.*)\}", r"\1", value)
+        for name, value in proxy["environment"].items()
+    }
+    _, context = parsed(proxy["command"])
+    context.close()
+    settings = load_settings({}, config=None, environ=environ)
+    settings.validate_whole()
+    assert settings.kafka == inside
+    port = settings.listen_address.port
+    assert proxy["ports"] == [f"127.0.0.1:{port}:{port}"]
+    assert settings.advertise_url == f"http://127.0.0.1:{port}"
+    assert f"http://127.0.0.1:{port}/readyz" in proxy["healthcheck"]["test"][-1]
+    assert set(environ) <= {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
 
 
 # --- done in folders -------------------------------------------------------------------------
