@@ -11,8 +11,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Programs that some tests call, each named like its Debian package, or with that behind `=`.
-TOOLS := chromedriver=chromium-driver chromium curl debootstrap kcat mariadbd=mariadb-server openssl postgres=postgresql \
-	prometheus
+TOOLS := chromedriver=chromium-driver chromium curl debootstrap go=golang-go javac=default-jdk-headless kcat \
+	mariadbd=mariadb-server node=nodejs openssl postgres=postgresql prometheus
 # In no release of Debian, so Go builds it. The newest that Debian 12's Go can; without optimizations,
 # which would cost most of the time.
 HELM := helm.sh/helm/v3/cmd/helm@v3.12.3
@@ -165,7 +165,6 @@ security-table: $(VENV)/.dev ## Run the security tests, and write what came of e
 tools: ## Install the system tools that some tests need (Debian, as root)
 	@missing=; for folder in /usr/sbin /usr/lib/postgresql/*/bin; do PATH=$$PATH:$$folder; done; \
 	for tool in $(TOOLS); do command -v $${tool%%=*} >/dev/null || missing="$$missing $${tool#*=}"; done; \
-	command -v helm >/dev/null || test -x $(HELM_KEPT) || command -v go >/dev/null || missing="$$missing golang-go"; \
 	test -n "$$missing" || exit 0; \
 	if test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null; then \
 		echo "make tools needs Debian and root; install these yourself:$$missing" >&2; exit 1; fi; \
