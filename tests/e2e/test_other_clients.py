@@ -7,14 +7,18 @@ import base64
 import hashlib
 import hmac
 import json
+import re
+import sqlite3
 import subprocess
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
+import confluent_kafka
 import pytest
 from aiohttp import web
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from tests.kit.http_calls import listening
 from tests.kit.proxies import ProxyProcess
@@ -76,6 +80,101 @@ async def test_kcat_reads_messages_as_sent(shared: ProxyProcess) -> None:
     assert b"same=2,null=NULL,empty=,txb-id=the user's own" in first
     # kcat shows a tombstone as a value of length -1.
     assert f" 4 gone -1  {ours},txb-seq=1/2".encode() in tombstone
+
+
+AVRO = b"\x00\x00\x00\x04\xd2\x02\x08paid"
+"""As a registry's serializer makes it: 0, the schema's id, the payload."""
+Seen = list[tuple[int, bytes, list[tuple[str, bytes]]]]
+
+
+async def read_by_aiokafka(bootstrap: str, topic: str, **isolation: str) -> Seen:
+    reader = AIOKafkaConsumer(
+        bootstrap_servers=bootstrap, auto_offset_reset="earliest", **isolation
+    )
+    await reader.start()
+    try:
+        partition = TopicPartition(topic, 0)
+        reader.assign([partition])
+        (end,) = (await reader.end_offsets([partition])).values()
+        seen: Seen = []
+        while await reader.position(partition) < end:
+            for record in (await reader.getmany(timeout_ms=100)).get(partition, []):
+                seen.append((record.offset, record.value, list(record.headers)))
+        return seen
+    finally:
+        await reader.stop()
+
+
+async def read_by_librdkafka(bootstrap: str, topic: str, **isolation: str) -> Seen:
+    settings = {"bootstrap.servers": bootstrap, "group.id": "none", "enable.partition.eof": True}
+    settings |= {name.replace("_", "."): value for name, value in isolation.items()}
+
+    def read() -> Seen:
+        reader = confluent_kafka.Consumer(settings)
+        reader.assign([confluent_kafka.TopicPartition(topic, 0, 0)])
+        seen: Seen = []
+        try:
+            while (record := reader.poll(60)) is not None:
+                if record.error():  # the end of the partition
+                    return seen
+                seen.append((record.offset(), record.value(), record.headers()))
+            raise AssertionError("no end within a minute")
+        finally:
+            reader.close()
+
+    return await asyncio.to_thread(read)
+
+
+async def read_by_kcat(bootstrap: str, topic: str, **isolation: str) -> Seen:
+    command = ["kcat", "-b", bootstrap, "-C", "-t", topic, "-e", "-q", "-f", "%o %s %h\\n"]
+    for name, value in isolation.items():
+        command += ["-X", f"{name.replace('_', '.')}={value}"]
+    read = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=60)
+    seen: Seen = []
+    for line in read.stdout.splitlines():
+        offset, value, headers = line.split(b" ")
+        pairs = [pair.partition(b"=") for pair in headers.split(b",") if pair]
+        seen.append((int(offset), value, [(name.decode(), text) for name, _, text in pairs]))
+    return seen
+
+
+READERS = {"aiokafka": read_by_aiokafka, "librdkafka": read_by_librdkafka, "kcat": read_by_kcat}
+PLAIN = Path(__file__).parents[2] / "docs/how-to/read-with-any-client.md"
+
+
+@pytest.mark.needs_tool("kcat")
+@pytest.mark.parametrize("client", READERS)
+async def test_plain_client_reads_as_its_page_describes(shared: ProxyProcess, client: str) -> None:
+    """Its default, the gaps of the offsets, the headers that name a message, bytes as sent."""
+    topic = await shared.topic()
+    async with TransactionalProducer(shared.url, group="orders") as producer:
+        for messages in ([Message(topic, value=AVRO)], [Message(topic, value=AVRO)] * 2):
+            await producer.commit(await producer.prepare(*messages), wait="promoted")
+    aborting = AIOKafkaProducer(
+        bootstrap_servers=shared.bootstrap, transactional_id=f"aborted-{topic}"
+    )
+    async with aborting:
+        await aborting.begin_transaction()
+        await aborting.send_and_wait(topic, b"aborted")
+        await aborting.abort_transaction()
+
+    read = READERS[client]
+    committed = await read(shared.bootstrap, topic, isolation_level="read_committed")
+    assert [(offset, value) for offset, value, _ in committed] == [(0, AVRO), (2, AVRO), (3, AVRO)]
+    everything = await read(shared.bootstrap, topic, isolation_level="read_uncommitted")
+    assert [(offset, value) for offset, value, _ in everything[3:]] == [(5, b"aborted")]
+    row = next(line for line in PLAIN.read_text().splitlines() if f"| {client} " in line)
+    by_default = {"committed": committed, "uncommitted": everything}[
+        row.split(" | ")[-1].rstrip(" |")
+    ]
+    assert await read(shared.bootstrap, topic) == by_default
+
+    (code,) = re.findall(r"```python\n(.*?)```", PLAIN.read_text(), re.S)
+    names: dict[str, Any] = {}
+    exec(compile(code, str(PLAIN), "exec"), names)
+    with closing(sqlite3.connect(":memory:")) as database:
+        done = [names["once"](database, headers) for _, _, headers in committed * 2]
+    assert done == [True] * 3 + [False] * 3
 
 
 # --- a service without the SDK ---------------------------------------------------------------
