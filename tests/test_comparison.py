@@ -155,3 +155,21 @@ def test_rocketmq_reports_are_parsed() -> None:
         report = _REPORT.search(line)
         assert report is not None
         assert report.groupdict() == {"per_s": "2337", "max": "194", "mean": "1.7", "failed": "0"}
+
+
+def rows(page: str) -> Iterator[list[str]]:
+    """Yield the cells of each row of the tables of a page in docs."""
+    for line in (Path(__file__).parents[1] / "docs" / page).read_text().splitlines():
+        if line.startswith("| "):
+            yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_figures_of_the_choice_are_those_of_the_comparison() -> None:
+    measured: dict[str, list[str]] = {}
+    for name, *cells in rows("comparison.md"):
+        if re.match(r"\w", name):
+            measured.setdefault(name, []).extend(re.sub(r" \(.*?\)", "", cell) for cell in cells)
+    shown = [row for row in rows("when-not-to-use-it.md") if len(row) == 7 and row[0] in measured]
+    assert len(shown) == 7
+    for name, *cells in shown:
+        assert cells == measured[name][: len(cells)], name
