@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -68,6 +69,28 @@ async def dialled(api: Api) -> AsyncIterator[Line]:
     reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
     with closing(writer):
         yield Line(reader, writer)
+
+
+async def test_requests_count_by_operation_and_status(api: Api) -> None:
+    """Those that are carried out directly, and those that aiohttp routes after them."""
+    unknown = post(f"/v1/transactions/{UNKNOWN_ID}/commit", b"{}")
+    gets = [b"GET %s HTTP/1.1\r\n%s\r\n" % (path, HOST) for path in (b"/healthz", b"/nowhere")]
+    async with dialled(api) as line:
+        line.write(PREPARING + unknown + b"".join(gets) + post("/v1/transactions", b"{"))
+        statuses = [await line.status() for _ in range(5)]
+        line.write(b"GET /metrics HTTP/1.1\r\n" + HOST + b"\r\n")
+        text = (await line.answer())[1].decode()
+    assert [int(status.split()[0]) for status in statuses] == [201, 404, 200, 404, 400]
+    shown = re.findall(
+        r'^txbroker_http_requests_total{operation="(.*)",status="(.*)"} (.*)$', text, re.M
+    )
+    assert sorted(shown) == [
+        ("commit", "4xx", "1.0"),
+        ("health", "2xx", "1.0"),
+        ("other", "4xx", "1.0"),
+        ("prepare", "2xx", "1.0"),
+        ("prepare", "4xx", "1.0"),
+    ]
 
 
 async def test_answers_keep_the_order_of_requests(api: Api) -> None:

@@ -39,8 +39,8 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], f
     }
 
 
-def visible_after(milliseconds: int, messages: int = 1) -> Transaction:
-    half = Half("", "orders", (Message("payments"),) * messages)
+def visible_after(milliseconds: int, messages: int = 1, group: str = "orders") -> Transaction:
+    half = Half("", group, (Message("payments"),) * messages)
     found = Transaction(half, 0, 0, b"", places(half.messages), None)
     found.verdict = Verdict(Decision.COMMIT, at_ms=1, source=Source.PRODUCER)
     found.promoted_at_ms = 1 + milliseconds
@@ -120,6 +120,7 @@ def test_groups_beyond_the_limit_count_as_other() -> None:
     metrics = Metrics(group_labels_max=2)
     for group in ("a", "b", "c", "d", "a"):
         metrics.checks_ended(group, "commit", [0.1])
+        metrics.decided([visible_after(0, group=group)])
     metrics.watch(lambda: Gauges(pending={"c": 1, "d": 1}))
     found = samples(metrics)
 
@@ -130,6 +131,8 @@ def test_groups_beyond_the_limit_count_as_other() -> None:
         (("group", "other"), ("outcome", "commit")): 2,
     }
     assert found["pending", (("group", "other"),)] == 2
+    decided = {labels[1]: value for (name, labels), value in found.items() if "decisions" in name}
+    assert decided == {("group", "a"): 2, ("group", "b"): 1, ("group", "other"): 2}
 
 
 def test_one_share_cannot_take_all_labels() -> None:
