@@ -190,7 +190,7 @@ async def test_service_settles_every_order(shop: Shop, broker: InMemoryBroker) -
     expected.append((b"3", b"30"))
     assert await visible() == expected
 
-    shop.on_decision = fail  # the check repeats what the row says
+    shop.on_decision = fail  # the check repeats the row
     assert await shop.post("/orders/4/40") == 201
     expected.append((b"4", b"40"))
     assert await visible() == expected
