@@ -23,7 +23,7 @@ from txbroker.checkers.leases import (
     PeerIdentity,
     PeerSessions,
 )
-from txbroker.contract.service import DecideRequest, ListRequest, PrepareRequest
+from txbroker.contract.service import DecideRequest, ListRequest, PrepareRequest, SearchRequest
 from txbroker.core.records import Decision, Message, Source, State
 from txbroker.core.routing import make_id
 from txbroker.errors import (
@@ -109,6 +109,8 @@ async def test_forwarded_calls_arrive_unchanged(api: Api, peer: Peers) -> None:
     request = ListRequest(State.PENDING, "orders", "payments", 1.5, 10, None, (0, 2))
     page = await peer.list(api.url, request)
     assert page.transactions == (view,)
+    search = SearchRequest("000", "orders", "payments", b"\xff", header=("a", b"b"), from_ms=1)
+    assert (await peer.search(api.url, search)).transactions == (view,)
     assert api.service.requests[0] == PREPARE
     assert api.service.requests[2:] == [
         decide,
@@ -116,6 +118,7 @@ async def test_forwarded_calls_arrive_unchanged(api: Api, peer: Peers) -> None:
         ("check", stored.id, "you", "now"),
         ("find", stored.id, True),
         request,
+        search,
     ]
 
 

@@ -154,23 +154,23 @@ class ListRequest(Struct, frozen=True):
     """A request for a list of transactions by time of preparation; None matches any.
 
     Attributes:
-        newest: newest first, else oldest first.
         cursor: of the last page.
         partitions: only these half partitions, for calls between proxies.
         groups_allowed, groups_denied: patterns of the groups that the caller may see; others are
             left out by the owner, so that no cursor names their transactions.
+        newest: newest first, else oldest first.
     """
 
     state: State | None = None
     group: str | None = None
     topic: str | None = None
     older_than_s: float | None = None
-    newest: bool = False
     limit: int = 100
     cursor: str | None = None
     partitions: tuple[int, ...] | None = None
     groups_allowed: tuple[str, ...] | None = None
     groups_denied: tuple[str, ...] = ()
+    newest: bool = False
 
 
 class TransactionPage(Struct, frozen=True):
