@@ -160,7 +160,7 @@ def test_precedence_of_proxy_and_token(
         "--token-file": str(tokens["typed"]),
     }
     options = [part for name in typed for part in (name, given[name])]
-    done = call("tx", "list", *options)
+    done = call("tx", "list", "-o", "json", *options)
     assert done.code == 0, done.err
     (asked,) = stub.calls
     assert asked.path == f"/{source}/v1/transactions"

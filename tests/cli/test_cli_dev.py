@@ -54,6 +54,15 @@ def test_dev_keeps_data_over_a_restart(tmp_path: Path, call: Call) -> None:
     assert "Traceback" not in dev.stderr
 
 
+def test_doctor_finds_kafka_through_the_proxy(dev: Dev, ask: Call) -> None:
+    (kafka,) = [
+        check
+        for check in ask("doctor", "-o", "json").json["checks"]
+        if check["name"] == "kafka-reachable"
+    ]
+    assert (kafka["level"], dev.kafka in kafka["found"]) == ("ok", True)
+
+
 def test_several_workers(tmp_path: Path, call: Call) -> None:
     dev = Dev(tmp_path / "data", "--workers", "2")
     dev.start()
@@ -144,7 +153,7 @@ def test_data_directory_in_use_is_reported(dev: Dev, call: Call) -> None:
 
 def test_impossible_data_directory_is_reported(tmp_path: Path, call: Call) -> None:
     (tmp_path / "file").touch()
-    result = call("dev", "--data-dir", tmp_path / "file")
+    result = call("dev", "--data-dir", tmp_path / "file", "--listen", "127.0.0.1:0")
     assert (result.code, result.out) == (1, "")
     assert "Give another --data-dir" in result.err
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.cli.cli_stub import stub
@@ -25,7 +26,8 @@ async def test_doctor_reads_every_answer_of_the_api() -> None:
         proxies = HttpProxies(["http://127.0.0.1:9", f"{api.url}/"], {})
         assert (await proxies.ready(api.url)).ready == api.service.readiness().ready
         overview, took_s = await proxies.overview()
-        assert overview == await api.service.overview()
+        known = await api.service.overview()
+        assert overview == msgspec.structs.replace(known, kafka=api.settings.kafka)
         assert took_s > 0
         (group,) = await proxies.groups()
         assert (group.group, group.check_url, group.timeout_s) == ("the shop", url, 1.0)
@@ -43,7 +45,8 @@ async def test_doctor_sends_the_token(tmp_path_factory: pytest.TempPathFactory) 
         overview, _ = await HttpProxies(
             [api.url], {"authorization": "Bearer t0ken-of-16-chars"}
         ).overview()
-        assert overview == await api.service.overview()
+        known = await api.service.overview()
+        assert overview == msgspec.structs.replace(known, kafka=api.settings.kafka)
 
 
 ROLES = ("producer", "viewer", "operator")
@@ -82,7 +85,7 @@ async def test_roles_limit_what_the_doctor_sees(principals: Path) -> None:
         assert status == 200
         for role in ("viewer", "operator"):
             doctor = doctor_of(api.url, role)
-            assert (await doctor.overview())[0] == await api.service.overview()
+            assert (await doctor.overview())[0].groups == (await api.service.overview()).groups
             assert [one.group for one in await doctor.groups()] == ["shop"]
             assert read_samples(await doctor.metrics(api.url)).values("ready") is not None
         assert (await doctor_of(api.url, "operator").test_group("shop", 5.0)).group == "shop"
