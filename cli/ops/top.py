@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
+import msgspec
 
 from txbroker.cli.client import ApiClient, client_options
 from txbroker.cli.output import (
     TableColumn,
+    clock,
     duration,
     output_option,
     printable,
@@ -19,6 +21,7 @@ from txbroker.cli.output import (
     table,
 )
 from txbroker.cli.watching import EVERY_MIN_S, EVERY_S, draw_again, write_again
+from txbroker.contract.service import CheckCounts
 
 Overview = dict[str, Any]
 
@@ -31,22 +34,61 @@ def _age(row: dict[str, Any], name: str = "oldest_pending_age_s") -> str:
 
 
 def _rate(row: dict[str, Any], what: str) -> str:
-    rate = row["rates"][f"{what}_per_s"]
+    return _shown_rate(row["rates"][f"{what}_per_s"]) if _current(row) else ""
+
+
+def _shown_rate(rate: float) -> str:
     return f"{rate:,.1f}" if 0 < rate < 10 else f"{rate:,.0f}"
+
+
+def _current(row: dict[str, Any]) -> bool:
+    """Return whether the counts of a half partition are those of now."""
+    return row.get("pending") is not None and row.get("as_of_ms") is None
 
 
 def _unreachable(row: dict[str, Any]) -> str:
     since_ms = row.get("unreachable_since_ms")
     if since_ms is None:
         return ""
-    return f"for {duration(time.time() - since_ms / 1000)}: {row.get('unreachable_why', '')}"
+    passed = duration(time.time() - since_ms / 1000)
+    return f"unreachable for {passed}: {row.get('unreachable_why', '')}"
 
 
 def _count(name: str) -> TableColumn:
     def shown(row: dict[str, Any]) -> str:
-        return "?" if row.get(name) is None else f"{row[name]:,}"
+        return _least(row.get(name), row.get("partial", False))
 
     return TableColumn(name.upper(), shown, keep=True)
+
+
+def _least(value: int | None, partial: bool) -> str:
+    """Return a count; with `partial`, when other parts of it are unknown, as a lower bound."""
+    if value is None or (partial and not value):
+        return ""
+    return f"{value:,}+" if partial else f"{value:,}"
+
+
+def _as_of(row: dict[str, Any]) -> str:
+    at_ms = row.get("as_of_ms")
+    return "" if at_ms is None else f"as of {clock(at_ms)[11:19]}"
+
+
+def _connected(row: dict[str, Any]) -> str:
+    return "URL" if not row["sessions"] and row.get("check_url") else str(row["sessions"])
+
+
+def _failing(row: dict[str, Any]) -> str:
+    """Return the last answer of a group whose checks fail by the bounds of the alert."""
+    counts = row.get("checks", {}).get("counts", {})
+    if not counts or not msgspec.convert(counts, CheckCounts).failing:
+        return ""
+    undecided = counts["unknown"] + counts["unclear"]
+    last = row["checks"].get("undecided") or {}
+    return f"{undecided:,} checks bring no decision: {last.get('answer', '')}"
+
+
+def _trouble(row: dict[str, Any]) -> str:
+    return "; ".join(filter(None, (_unreachable(row), _failing(row), _as_of(row))))
 
 
 GROUPS = (
@@ -54,13 +96,13 @@ GROUPS = (
     _count("pending"),
     _count("parked"),
     TableColumn("OLDEST", _age, keep=True),
-    TableColumn("CONNECTED", lambda row: row["sessions"], keep=True),
-    TableColumn("UNREACHABLE", _unreachable),
+    TableColumn("CONNECTED", _connected, keep=True),
+    TableColumn("TROUBLE", _trouble),
 )
 PARTITIONS = (
     TableColumn("HALF", lambda row: row["partition"], keep=True),
     TableColumn("OWNER", lambda row: row["owner"].partition("://")[2]),
-    TableColumn("STATE", lambda row: row["state"] + (f": {row['why']}" if row.get("why") else "")),
+    TableColumn("STATE", lambda row: _partition_state(row)),
     _count("pending"),
     _count("parked"),
     _count("refused"),
@@ -128,20 +170,30 @@ def _write(overview: Overview, lines: Callable[[Overview], list[str]], output: s
 
 
 def _lines(overview: Overview, where: str, wide: bool) -> Iterator[str]:
-    partitions, groups = overview["partitions"], overview["groups"]
-    unsure = "" if overview["complete"] else "at least "
-    yield f"txbroker at {printable(where)}, {_of(overview['proxies'])} ready"
+    partitions, proxies = overview["partitions"], overview["proxies"]
+    partial = any(row.get("pending") is None for row in partitions) or not all(
+        proxy["reached"] for proxy in proxies
+    )
+    groups = [{**group, "partial": partial} for group in overview["groups"]]
+    yield f"txbroker at {printable(where)}, {_of(proxies)} ready"
+    for proxy in proxies:
+        if proxy.get("kafka_silent_since_ms") is not None:
+            whom = "this proxy" if len(proxies) == 1 else proxy["url"]
+            since, why = clock(proxy["kafka_silent_since_ms"])[11:19], proxy.get("kafka_why", "")
+            yield f"Kafka has not answered {printable(whom)} since {since} UTC" + (
+                f": {printable(why)}" if why else ""
+            )
     yield (
         "now     "
         + "  ".join(
-            f"{name} {unsure}{sum(row.get(name) or 0 for row in partitions):,}"
+            f"{name} {_sum(partitions, name, partial)}"
             for name in ("pending", "parked", "refused", "committed")
         )
         + _oldest(partitions)
+        + _sums_as_of(partitions)
     )
     yield "rates   " + "  ".join(
-        f"{what} {sum(row['rates'][f'{what}_per_s'] for row in partitions):,.1f}/s"
-        for what in ("prepared", "decided", "promoted")
+        f"{what} {_sum_of_rates(partitions, what)}" for what in ("prepared", "decided", "promoted")
     )
     refused = overview["refused_topics"]
     if refused:
@@ -158,7 +210,33 @@ def _lines(overview: Overview, where: str, wide: bool) -> Iterator[str]:
     columns = shown_columns(PARTITIONS, "wide" if wide else "table")
     yield from table(partitions, columns, sys.stdout)
     yield ""
-    yield from table(overview["proxies"], PROXIES, sys.stdout)
+    yield from table(proxies, PROXIES, sys.stdout)
+
+
+def _sum(partitions: list[dict[str, Any]], name: str, partial: bool) -> str:
+    known = [row[name] for row in partitions if row.get(name) is not None]
+    total = sum(known) if known else None
+    if total is None or (partial and not total):
+        return "-"
+    return f"at least {total:,}" if partial else f"{total:,}"
+
+
+def _sums_as_of(partitions: list[dict[str, Any]]) -> str:
+    times = [row["as_of_ms"] for row in partitions if row.get("as_of_ms") is not None]
+    return f"  as of {clock(min(times))[11:19]} UTC" if times else ""
+
+
+def _sum_of_rates(partitions: list[dict[str, Any]], what: str) -> str:
+    """Return the rate of the half partitions whose present is known."""
+    rates = [row["rates"][f"{what}_per_s"] for row in partitions if _current(row)]
+    if not rates or (len(rates) < len(partitions) and not sum(rates)):
+        return "-"
+    return ("at least " if len(rates) < len(partitions) else "") + f"{sum(rates):,.1f}/s"
+
+
+def _partition_state(row: dict[str, Any]) -> str:
+    why = ", ".join(filter(None, (row.get("why"), _as_of(row))))
+    return f"{row['state']}: {why}" if why else str(row["state"])
 
 
 def _of(proxies: list[dict[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -14,6 +15,10 @@ from tests.kit.until import unique, until
 from txbroker.core.records import Decision, Message
 
 HOSTILE = """"><script>alert('x')</script><b a='"""
+
+
+def plain(text: str) -> str:
+    return text.replace("\N{NO-BREAK SPACE}", " ")
 
 
 async def parked(service: Service, topic: str, count: int = 1) -> tuple[str, list[str]]:
@@ -89,6 +94,97 @@ async def test_silent_proxy_is_shown(proxies: Proxies, monkeypatch: pytest.Monke
     assert f"The proxy at {other.proxy.url} does not answer" in seen.text
     assert "unreachable" in seen.text
     assert "lower bounds" in seen.text
+
+
+async def test_failing_checks_are_shown_with_the_last_answer(
+    service: Service, reader: Reader
+) -> None:
+    group = await service.group(500)
+    await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+    await service.asked_times(group, 3)
+
+    async def shown() -> bool:
+        return f"Checks of group {group} bring no decision" in (await reader.open("/")).text
+
+    await until(shown)
+    endpoint = f"{service.desk.url}/check/{group}"
+    for path in ("/", "/groups", f"/group?name={quote(group)}"):
+        seen = await reader.open(path)
+        assert "checks fail" in seen.text, path
+        assert endpoint in seen.text, path
+        assert "answered 500: out of order" in seen.text, path
+        assert "no instance or check URL" not in seen.text, path
+    (found,) = (await service.get("/v1/overview"))["groups"]
+    assert found["check_url"] is True
+    assert found["checks"]["counts"]["unclear"] >= 3
+    assert found["checks"]["undecided"]["answer"] == "answered 500: out of order"
+    # Producers can register any URL, so they must not read what it serves.
+    (listed,) = await service.listed(group=group)
+    assert "out of order" not in str([listed, await service.show(listed["id"])])
+
+
+async def test_group_with_a_check_url_can_be_asked(service: Service, reader: Reader) -> None:
+    group = await service.group({"decision": "unknown"}, check_after_s=3600)
+    await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+    seen = await reader.open("/")
+    assert "check URL" in seen.main.one("section", id="groups-first").text
+    assert "no instance" not in seen.text
+
+
+async def test_parked_show_why(service: Service, reader: Reader) -> None:
+    group = await service.group(500, attempts_max=1, timeout_s=0.1)
+    id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+    await service.reaches(id, "parked")
+    assert f"The last answer of {group}: answered 500" in (await reader.open("/")).text
+    listed = await reader.open("/transactions?state=parked")
+    assert listed.main.one("tbody").one("td", **{"class": "why"}).text == "answered 500"
+    seen = await reader.open(f"/group?name={quote(group)}")
+    assert seen.main.one("section", id="parked-by").one("tbody").text == "answered 500 1"
+    assert seen.links("Revive…")
+    assert seen.links("Roll back parked…")
+
+
+async def test_numbers_have_their_time_while_kafka_is_silent(
+    service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = unique("group")
+    topic = await topic_of(service)
+    for _ in range(3):
+        await service.prepare(Message(topic, b"k", b"v"), group=group)
+    monkeypatch.setattr("txbroker.proxy.partition.clock.KAFKA_SILENT_S", 0.0)
+    service.world.kafka.go_down()
+
+    async def silent() -> bool:
+        return "Kafka has not answered" in (await reader.open("/")).text
+
+    await until(silent)
+
+    async def both() -> bool:
+        parts = (await service.get("/v1/overview"))["partitions"]
+        return all(part["as_of_ms"] for part in parts)
+
+    await until(both)
+    seen = await reader.open("/")
+    assert seen.main.one("h1").text.startswith("Kafka has not answered this proxy since 20")
+    pending = seen.main.one("section", id="sums").all("div")[0]
+    assert re.match(
+        r"Pending 3 oldest < 1 s as of 20|Pending 3 oldest \d+ s as of 20", plain(pending.text)
+    )
+    rates = seen.main.one("section", id="sums").one("div", **{"class": "rates"})
+    assert [b.text for b in rates.all("b")] == ["–"] * 3
+    assert "as of 20" in seen.main.one("section", id="groups-first").text
+    text = seen.main.one("section", id="partitions").text
+    assert text.count("as of 20") == 2
+    assert text.endswith("–")
+    found = await service.get("/v1/overview")
+    assert found["complete"] is False
+    assert sum(part["pending"] for part in found["partitions"]) == 3
+    service.world.kafka.come_up()
+
+    async def current() -> bool:
+        return bool((await service.get("/v1/overview"))["complete"])
+
+    await until(current)
 
 
 # --- lists -----------------------------------------------------------------------------------
@@ -252,6 +348,7 @@ async def test_hostile_names_are_escaped(service: Service, reader: Reader) -> No
     paths = [
         "/",
         "/groups",
+        f"/group?name={quote(group)}",
         f"/transactions?group={quote(group)}",
         f"/transactions/{id}?bodies=1",
         f"/actions/commit?group={quote(group)}",
@@ -276,7 +373,8 @@ async def every_page(service: Service, reader: Reader) -> list[tuple[str, Any]]:
     group, (id,) = await parked(service, await topic_of(service))
     paths = [
         "/", "/transactions", "/transactions?state=parked", f"/transactions/{id}",
-        f"/transactions/{id}?bodies=1", "/groups", f"/actions/commit?id={id}",
+        f"/transactions/{id}?bodies=1", "/groups", f"/group?name={group}", "/group?name=nobody",
+        f"/actions/commit?id={id}",
         f"/actions/revive?group={group}", "/transactions/nonsense",
     ]  # fmt: skip
     return [(path, await reader.open(path)) for path in paths]

@@ -108,6 +108,7 @@ class TransactionView(Struct, frozen=True):
 
     Attributes:
         waiting: why a check that is due is not made; "" if nothing prevents it.
+        last_answer: the last answer of a check, in a list, where `checks` are left out.
     """
 
     id: str
@@ -132,6 +133,7 @@ class TransactionView(Struct, frozen=True):
     checks: tuple[Attempt, ...] = ()
     timeline: tuple[Event, ...] = ()
     waiting: str = ""
+    last_answer: str = ""
 
 
 LIST_LIMIT_MAX = 1000
@@ -227,6 +229,9 @@ class PartitionOverview(Struct, frozen=True):
         pending, parked, refused, committed: transactions; None if unknown.
         oldest_pending_age_s: None if unknown, or without one.
         oldest_committed_age_s: the age of the oldest commit that is not visible yet.
+        rates: zero if unknown.
+        as_of_ms: the time of the counts, if the owner cannot confirm them now, because Kafka does
+            not answer it or it is suspended; None: current.
     """
 
     partition: int
@@ -240,6 +245,69 @@ class PartitionOverview(Struct, frozen=True):
     oldest_pending_age_s: float | None = None
     oldest_committed_age_s: float | None = None
     rates: Rates = Rates()
+    as_of_ms: int | None = None
+
+
+class CheckCounts(Struct, frozen=True):
+    """Checks by outcome.
+
+    Attributes:
+        unknown: answered without a decision; `later`: with a "not yet".
+        unclear: without a valid answer in time; the attempt counts.
+        unreached: reached no instance, so no attempt is used up.
+    """
+
+    commit: int = 0
+    rollback: int = 0
+    unknown: int = 0
+    unclear: int = 0
+    later: int = 0
+    unreached: int = 0
+
+    @property
+    def undecided(self) -> int:
+        """Checks that used up an attempt and brought no decision."""
+        return self.unknown + self.unclear
+
+    @property
+    def failing(self) -> bool:
+        """Whether the alert TxBrokerChecksFailing would fire, by counts of 15 minutes: more than
+        half of those that were answered or may have been bring no decision, and at least three."""
+        counted = self.commit + self.rollback + self.undecided
+        return self.undecided >= 3 and self.undecided > counted / 2
+
+
+class CheckReport(Struct, frozen=True):
+    """One check of a transaction and its answer.
+
+    Attributes:
+        outcome: a field of `CheckCounts`, with `returned` for one that reached no instance.
+        answer: in a few words, and the beginning of the endpoint's body, printable.
+    """
+
+    id: str
+    at_ms: int
+    endpoint: str
+    outcome: str
+    answer: str
+
+
+class GroupChecks(Struct, frozen=True):
+    """The checks of one group in the last 15 minutes, and the last answer without a decision."""
+
+    counts: CheckCounts = CheckCounts()
+    undecided: CheckReport | None = None
+
+
+class ParkedAnswer(Struct, frozen=True):
+    """The last answer of parked transactions, and how many of them have it."""
+
+    answer: str
+    count: int
+
+
+PARKED_ANSWERS_MAX = 5
+"""Last answers of a group's parked transactions in an overview, the most frequent first."""
 
 
 class GroupOverview(Struct, frozen=True):
@@ -251,6 +319,11 @@ class GroupOverview(Struct, frozen=True):
         instances: their names, at most `INSTANCES_SHOWN_MAX`.
         unreachable_since_ms: since when no endpoint of it could be reached; None if reachable.
         unreachable_why: the error of the last attempt.
+        check_url: it has registered one, so it can be asked without a session.
+        checks: of the last 15 minutes.
+        parked_answers: why its transactions are parked: their last answers.
+        pending_growth_per_s: of its pending transactions in the last 15 minutes; None if unknown.
+        as_of_ms: the time of the counts, if an owner cannot confirm them now; None: current.
     """
 
     group: str
@@ -261,6 +334,11 @@ class GroupOverview(Struct, frozen=True):
     instances: tuple[str, ...] = ()
     unreachable_since_ms: int | None = None
     unreachable_why: str = ""
+    check_url: bool = False
+    checks: GroupChecks = GroupChecks()
+    parked_answers: tuple[ParkedAnswer, ...] = ()
+    pending_growth_per_s: float | None = None
+    as_of_ms: int | None = None
 
 
 class ProxyOverview(Struct, frozen=True):
@@ -275,6 +353,14 @@ class ProxyOverview(Struct, frozen=True):
         now_ms: its estimate of the brokers' clock.
         why: why it did not answer.
         admin_url: its separate URL for operators, "" if that is `url`.
+        kafka_silent_since_ms: since when Kafka has not answered it for half partitions that it
+            owns; None if Kafka answers.
+        kafka_why: the error of the last attempt, "" before the first one ended.
+        kafka_partitions: these half partitions.
+        lost_last_hour: transactions whose half messages were found deleted before they settled.
+        half_retention_s: retention of half messages; None if unknown.
+        half_retention_headroom_s: until retention reaches an unsettled one without a copy; None
+            without one.
     """
 
     url: str
@@ -286,6 +372,25 @@ class ProxyOverview(Struct, frozen=True):
     now_ms: int = 0
     why: str = ""
     admin_url: str = ""
+    kafka_silent_since_ms: int | None = None
+    kafka_why: str = ""
+    kafka_partitions: tuple[int, ...] = ()
+    lost_last_hour: int = 0
+    half_retention_s: float | None = None
+    half_retention_headroom_s: float | None = None
+
+
+class AuditOverview(Struct, frozen=True):
+    """The newest result of audits of one mode, `batch` or `stream`.
+
+    Attributes:
+        ended_ms: when the batch ended, or up to when the stream has judged.
+        drift: transactions that did not end as decided, by kind, without zeros.
+    """
+
+    mode: str
+    ended_ms: int
+    drift: dict[str, int]
 
 
 class Overview(Struct, frozen=True):
@@ -293,10 +398,11 @@ class Overview(Struct, frozen=True):
     1970.
 
     Attributes:
-        complete: False if a proxy or a half partition did not answer: the counts of its half
-            partitions are null, and sums are lower bounds.
+        complete: False if counts are unknown (null) or not current (`as_of_ms`), as those of a
+            proxy or a half partition that did not answer: sums are then lower bounds, or older.
         groups: those that need attention first; `groups_left_off` further ones are left out.
         refused_topics: refused transactions by the topic that refuses them.
+        audits: the newest results of audits.
     """
 
     at_ms: int
@@ -306,6 +412,20 @@ class Overview(Struct, frozen=True):
     groups: tuple[GroupOverview, ...]
     groups_left_off: int
     refused_topics: dict[str, int]
+    audits: tuple[AuditOverview, ...] = ()
+
+    @property
+    def partial(self) -> bool:
+        """Whether counts of a half partition are unknown, so that sums are lower bounds."""
+        return any(partition.pending is None for partition in self.partitions) or not all(
+            proxy.reached for proxy in self.proxies
+        )
+
+    @property
+    def as_of_ms(self) -> int | None:
+        """The time of the oldest counts that are not current; None if all are."""
+        times = [p.as_of_ms for p in self.partitions if p.as_of_ms is not None]
+        return min(times, default=None)
 
 
 class Service(Protocol):

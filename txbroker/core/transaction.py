@@ -185,6 +185,11 @@ class Transaction(Struct, gc=False):
             last = structs.replace(attempts[-1], outcome=intern(detail))
             self.checks = structs.replace(self.checks, attempts=(*attempts[:-1], last))
 
+    @property
+    def last_answer(self) -> str:
+        """The last answer of a check that is known, "" without one."""
+        return next((a.outcome for a in reversed(self.checks.attempts) if a.outcome), "")
+
     # --- the parked topic --------------------------------------------------------------------
 
     def copy(self, state: State, cause: Cause | None) -> ParkedCopy:

@@ -1,5 +1,6 @@
 """Assembles one proxy: door, broker, checks and HTTP server."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -97,16 +98,19 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         stack.push_async_callback(runner.close)
         for appeared in (sessions.on_appeared, elsewhere.on_appeared, groups.on_change):
             appeared(runner.wake)
-        status = GroupStatus(
-            sessions.instances,
-            runner.unreachable,
-            runner.unreachable_for_s,
+        audits = AuditMetrics(metrics)
+        status = _status(
+            sessions,
+            groups,
+            runner,
+            audits,
             lambda: app[CONTEXT].unusable_files(),
+            lambda: gauges.retention(),
         )
         broker = Broker(door, settings, groups, runner, metrics, status, principals)
         gauges = PartitionGauges(broker, runner.unreachable, settings.half_retention_s)
         metrics.watch(gauges.read)
-        door.audit.follow(AuditMetrics(metrics).changed)
+        door.audit.follow(audits.changed)
         peers = Peers(identity, tls=peers_tls)
         stack.push_async_callback(peers.close)
         cluster = Cluster(broker, peers)
@@ -151,6 +155,26 @@ def _check_runner(
 
     limits = RunnerLimits(parallel_total_max=settings.checks_parallel_max)
     return CheckRunner(finder, metrics, parallel=parallel, limits=limits, share_of=share_of)
+
+
+def _status(
+    sessions: SessionRegistry,
+    groups: Groups,
+    runner: CheckRunner,
+    audits: AuditMetrics,
+    files_not_read: Callable[[], dict[str, bool]],
+    retention: Callable[[], tuple[float | None, float | None]],
+) -> GroupStatus:
+    return GroupStatus(
+        sessions.instances,
+        runner.unreachable,
+        runner.unreachable_for_s,
+        files_not_read,
+        checks=lambda now_ms: runner.outcomes.read(asyncio.get_running_loop().time(), now_ms),
+        check_urls=groups.with_url,
+        audits=audits.overviews,
+        retention=retention,
+    )
 
 
 async def _join(

@@ -478,7 +478,7 @@ class Broker:
         return local_overview(
             self.partitions.url,
             self.readiness(),
-            self.ledgers(),
+            self.partitions.open().values(),
             self._status,
             self.now_ms(),
             self.partitions.own_admin_url,

@@ -28,7 +28,8 @@ from txbroker.proxy.partition.body_cache import lost_cause, refused_as_lost
 
 def summary(transaction: Transaction) -> TransactionView:
     """Return the view of a transaction in a list: without checks and timeline."""
-    return structs.replace(_view(transaction, bodies=False), checks=())
+    shown = _view(transaction, bodies=False)
+    return structs.replace(shown, checks=(), last_answer=transaction.last_answer)
 
 
 def view(transaction: Transaction, *, bodies: bool = False) -> TransactionView:

@@ -19,7 +19,7 @@ from txbroker.proxy.console.formatting import link, with_query
 from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
 from txbroker.proxy.console.visitors import NAME_MAX
 from txbroker.proxy.http.context import within_groups
-from txbroker.proxy.http.limits import plain_id
+from txbroker.proxy.http.limits import check_group, plain_id
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
@@ -33,31 +33,49 @@ OWN_OFFERED_MAX = 200
 
 @dataclass(frozen=True)
 class Sums:
-    """The counts summed over all half partitions."""
+    """The counts summed over all half partitions; None where no half partition's is known.
 
-    pending: int
-    parked: int
-    refused: int
-    committed: int
+    Attributes:
+        partial: some are unknown, so that the others are lower bounds.
+        as_of_ms: the time of the oldest that are not current; None if all are.
+    """
+
+    pending: int | None
+    parked: int | None
+    refused: int | None
+    committed: int | None
     oldest_s: float | None
-    rates: Rates
+    rates: Rates | None
+    partial: bool
+    as_of_ms: int | None
 
 
 def sums_of(overview: Overview) -> Sums:
     """Sum the known counts of the half partitions."""
     parts = overview.partitions
     ages = [p.oldest_pending_age_s for p in parts if p.oldest_pending_age_s is not None]
+    current = [p.rates for p in parts if p.pending is not None and p.as_of_ms is None]
+
+    def known(counts: Iterable[int | None]) -> int | None:
+        given = [count for count in counts if count is not None]
+        return sum(given) if given else None
+
     return Sums(
-        pending=sum(p.pending or 0 for p in parts),
-        parked=sum(p.parked or 0 for p in parts),
-        refused=sum(p.refused or 0 for p in parts),
-        committed=sum(p.committed or 0 for p in parts),
+        pending=known(p.pending for p in parts),
+        parked=known(p.parked for p in parts),
+        refused=known(p.refused for p in parts),
+        committed=known(p.committed for p in parts),
         oldest_s=max(ages, default=None),
+        # Of a half partition that Kafka does not answer for, nobody knows what happens now.
         rates=Rates(
-            sum(p.rates.prepared_per_s for p in parts),
-            sum(p.rates.decided_per_s for p in parts),
-            sum(p.rates.promoted_per_s for p in parts),
-        ),
+            sum(rates.prepared_per_s for rates in current),
+            sum(rates.decided_per_s for rates in current),
+            sum(rates.promoted_per_s for rates in current),
+        )
+        if current
+        else None,
+        partial=overview.partial,
+        as_of_ms=overview.as_of_ms,
     )
 
 
@@ -171,7 +189,25 @@ def _rows(request: PageRequest, stats: Overview) -> Iterator[GroupRow]:
         policy = registered.pop(group.group, None)
         yield GroupRow(group, policy, request.context.groups.problem(group.group))
     for name, policy in registered.items():
-        yield GroupRow(GroupOverview(name), policy, request.context.groups.problem(name))
+        group = GroupOverview(name, check_url=bool(policy.check_url))
+        yield GroupRow(group, policy, request.context.groups.problem(name))
+
+
+async def group(request: PageRequest) -> HtmlPage | Redirect:
+    """Show one producer group: whether it can be asked, what its checks brought, its policy."""
+    name = request.query.get("name", "").strip()
+    check_group(name)
+    request.principal.check_group(name)
+    stats = await _overview(request)
+    row = next((row for row in _rows(request, stats) if row.overview.group == name), None)
+    values = {
+        "name": name,
+        "overview": stats,
+        "row": row or GroupRow(GroupOverview(name), None, None),
+        "known": row is not None,
+        "actions": _actions(request),
+    }
+    return HtmlPage("group.html", values)
 
 
 # --- login -----------------------------------------------------------------------------------
@@ -224,6 +260,7 @@ ROUTES = (
     Route("GET", "/transactions", transactions),
     Route("GET", "/transactions/{id}", transaction),
     Route("GET", "/groups", groups),
+    Route("GET", "/group", group),
     Route("GET", "/login", show_login, open=True),
     Route("POST", "/login", do_login, open=True),
     Route("POST", "/logout", do_logout, open=True),

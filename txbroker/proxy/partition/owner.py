@@ -54,7 +54,7 @@ from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.partition.appender import Appender, LogReplica
 from txbroker.proxy.partition.body_cache import BodyCache
 from txbroker.proxy.partition.checkback import CheckBack, Runner
-from txbroker.proxy.partition.clock import LogClockFollower, Yielder
+from txbroker.proxy.partition.clock import KafkaAnswers, LogClockFollower, Yielder
 from txbroker.proxy.partition.context import (
     OwnerSettings,
     PartitionContext,
@@ -83,6 +83,8 @@ class PartitionOwner:
 
     Attributes:
         gate: set unless this owner is suspended.
+        kafka: whether Kafka answers the regular reads of the logs.
+        suspended_since_ms: by the brokers' clock, None unless it is suspended.
         now_ms: returns the time by the brokers' clock, ms.
         id_ms: returns the time by which ids are made and judged, ms: where the half topic's log
             clock will stand when a record is appended now. If that broker's clock is put back the
@@ -108,6 +110,8 @@ class PartitionOwner:
             door, targets, events, settings, proxy, stopped, ledger
         )
         self.rates = context.rates
+        self.kafka = KafkaAnswers()
+        self.suspended_since_ms: int | None = None
         self.gate = context.gate
         self.now_ms = context.clock.now_ms
         self.id_ms = context.id_clock.now_ms
@@ -199,6 +203,7 @@ class PartitionOwner:
         """
         if self.gate.is_set():
             self.gate.clear()
+            self.suspended_since_ms = self.now_ms()
             failpoint("handover.suspended")
             self._half.turn_away()
             self._op.turn_away()
@@ -215,6 +220,7 @@ class PartitionOwner:
         """
         if not self.gate.is_set() and not self._closed:
             self.gate.set()
+            self.suspended_since_ms = None
             self._resumed_s = time.monotonic()
             if self._tasks:
                 self._begin_checks()
@@ -264,13 +270,16 @@ class PartitionOwner:
             self.rates.sample()
             self.ledger.index.share_by(self._context.proxy.principals().share_of)
             try:
+                self.kafka.asked(self.now_ms())
                 await self._half.look(IDLE_S)
                 await self._op.look(IDLE_S)
+                self.kafka.answered()
                 await self._retention.keep_old()
                 if time.monotonic() - looked_s >= EDGES_S:
                     looked_s = time.monotonic()
                     await self._retention.look()
             except KafkaUnavailable as error:
+                self.kafka.why = str(error)
                 log.warning("log not read", partition=self.partition, why=str(error))
 
 
