@@ -428,6 +428,139 @@ class Overview(Struct, frozen=True):
         return min(times, default=None)
 
 
+HISTORY_S = 3600
+"""How far back the history reaches, seconds."""
+HISTORY_STEPS_S = (1, 10, 30)
+"""Its steps, seconds: the shorter ones only reach the newest minutes."""
+
+
+class HistoryRequest(Struct, frozen=True):
+    """A request for the last hour.
+
+    Attributes:
+        group: only this group, with its last checks and instances; "": all groups together.
+        since_s: how far back, seconds.
+        step_s: the shortest step of interest; None: the shortest that reaches back that far.
+        actions: with operators' actions.
+    """
+
+    group: str = ""
+    since_s: float = HISTORY_S
+    step_s: float | None = None
+    actions: bool = False
+
+
+class Latency(Struct, frozen=True):
+    """Durations in one step: their number, and two percentiles in seconds, as exact as the buckets
+    of the metric."""
+
+    count: int
+    p50_s: float
+    p99_s: float
+
+
+class HistoryPoint(Struct, frozen=True):
+    """One step of the history.
+
+    Attributes:
+        at_ms: its begin.
+        prepared, decided, promoted: transactions within it.
+        pending, parked: transactions at its end; None if unknown, as while Kafka did not answer.
+        oldest_pending_age_s: the greatest age within it.
+        checks: that ended within it.
+        latency: by what was measured (`prepare`, `decision`, `promotion`); of all groups only.
+        buckets: the same as counts of the metric's buckets, between proxies only.
+        proxies: how many proxies it is known of.
+    """
+
+    at_ms: int
+    prepared: int = 0
+    decided: int = 0
+    promoted: int = 0
+    pending: int | None = None
+    parked: int | None = None
+    oldest_pending_age_s: float | None = None
+    checks: CheckCounts = CheckCounts()
+    latency: dict[str, Latency] = {}
+    buckets: dict[str, tuple[int, ...]] = {}
+    proxies: int = 1
+
+
+class HistoryEvent(Struct, frozen=True):
+    """Something that happened at a proxy.
+
+    Attributes:
+        kind: `start`, `takeover`, `handover`, `problem` or `solved`.
+        group: the producer group that it is about, "" for none.
+    """
+
+    at_ms: int
+    kind: str
+    text: str
+    proxy: str = ""
+    group: str = ""
+
+
+class OperatorAction(Struct, frozen=True):
+    """What an operator did to one transaction, or to several within a minute.
+
+    Attributes:
+        action: `commit`, `rollback`, `revive` or `check`.
+        id: the transaction, the first of several.
+        count: transactions.
+    """
+
+    at_ms: int
+    action: str
+    by: str
+    reason: str
+    group: str
+    id: str
+    count: int = 1
+
+
+class InstanceOverview(Struct, frozen=True):
+    """A connected instance of a group, as its session tells.
+
+    Attributes:
+        address: from where it is connected.
+        client: its library and version, "" if it names none.
+        checks: it has a check function.
+        proxy: to which it is connected.
+    """
+
+    name: str
+    address: str = ""
+    client: str = ""
+    checks: bool = True
+    proxy: str = ""
+
+
+class History(Struct, frozen=True):
+    """The last hour, as the proxies observed it. Times are milliseconds since 1970.
+
+    Attributes:
+        step_s: of the points, seconds. Steps of which no proxy knows anything are left out.
+        complete: False if a proxy did not answer: then counts are lower bounds.
+        events: oldest first.
+        checks: the last checks of the group, newest first.
+        actions: of operators, newest first.
+        actions_since_ms: from when on they are known, by half partition: from its newest snapshot
+            when it was taken over.
+        bounds_s: the upper bounds of the buckets, between proxies only.
+    """
+
+    step_s: int
+    points: tuple[HistoryPoint, ...] = ()
+    events: tuple[HistoryEvent, ...] = ()
+    complete: bool = True
+    checks: tuple[CheckReport, ...] = ()
+    instances: tuple[InstanceOverview, ...] = ()
+    actions: tuple[OperatorAction, ...] = ()
+    actions_since_ms: dict[int, int] = {}
+    bounds_s: dict[str, tuple[float, ...]] = {}
+
+
 class Service(Protocol):
     """The operations of a proxy. Every method may raise `txbroker.errors.RequestError`."""
 
@@ -469,6 +602,9 @@ class Service(Protocol):
 
         A proxy that does not answer is shown as such, with its partitions.
         """
+
+    async def history(self, request: HistoryRequest) -> History:
+        """Return the last hour of the installation; a proxy that does not answer is left out."""
 
     def readiness(self) -> Readiness:
         """Return whether calls can be taken, and if not, why."""

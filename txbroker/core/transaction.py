@@ -73,6 +73,10 @@ NO_CHECKS = Checks()
 NO_VERDICT = Verdict()
 
 
+GROUP_OF = attrgetter("half.group")
+"""Returns the group of a transaction, without a Python call."""
+
+
 class Transaction(Struct, gc=False):
     """A transaction and its history.
 

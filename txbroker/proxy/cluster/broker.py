@@ -13,8 +13,11 @@ from txbroker.batching import Sticky
 from txbroker.checkers.groups import Groups
 from txbroker.config.settings import Settings
 from txbroker.contract.service import (
+    HISTORY_STEPS_S,
     Answer,
     DecideRequest,
+    History,
+    HistoryRequest,
     ListRequest,
     Overview,
     PrepareRequest,
@@ -482,6 +485,17 @@ class Broker:
             self._status,
             self.now_ms(),
             self.partitions.own_admin_url,
+        )
+
+    async def history(self, request: HistoryRequest) -> History:
+        """Return what this proxy knows of the last hour."""
+        past = self._status.past
+        history = History(HISTORY_STEPS_S[-1]) if past is None else past.read(request)
+        if not request.actions:
+            return history
+        actions = self.partitions.actions
+        return structs.replace(
+            history, actions=actions.newest(), actions_since_ms=dict(actions.since_ms)
         )
 
     def unsettled(self) -> Iterator[tuple[PartitionOwner, Transaction]]:

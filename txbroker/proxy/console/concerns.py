@@ -4,6 +4,7 @@ The thresholds are those of the alerts, so that page and pager agree: `Concern.a
 alert that fires for the same reason, and `NOT_HERE` the alerts whose facts no proxy knows.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from enum import StrEnum
 
 from txbroker.contract.service import GroupOverview, Overview, PartitionState, ProxyOverview
 from txbroker.core.records import State
-from txbroker.proxy.console.formatting import age, count, link, number, rate, time_of
+from txbroker.proxy.console.formatting import age, count, link, number, rate, sentence, time_of
 from txbroker.proxy.observe.overview import FILE_PROBLEM, UNREACHABLE
 
 PENDING_AGE_S = 900.0
@@ -46,6 +47,7 @@ class Concern:
         links: pairs of text and target.
         actions: more links, to operators' actions.
         headline: it explains the others, so the page begins with it.
+        groups: the producer groups that it is about.
     """
 
     severity: Severity
@@ -56,6 +58,15 @@ class Concern:
     links: tuple[tuple[str, str], ...] = ()
     actions: tuple[tuple[str, str], ...] = ()
     headline: bool = False
+    groups: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """The problem in the words of its alert, which do not change while it lasts."""
+        if self.headline:
+            return "Kafka does not answer"
+        return sentence(
+            re.sub("([A-Z])", r" \1", self.alert.removeprefix("TxBroker")).lower().strip()
+        )
 
 
 NOT_HERE = {
@@ -117,6 +128,14 @@ _PARTITIONS: dict[str, tuple[Severity, str, str]] = {
     ),
 }
 """Per state of half partitions but `owned`: severity, wording, next step."""
+
+
+def problems_of(overview: Overview) -> Iterator[tuple[str, str]]:
+    """Yield each problem and the group that it is about, "" for none: the same as long as it
+    lasts."""
+    for concern in concerns_of(overview):
+        for group in concern.groups or ("",):
+            yield str(concern), group
 
 
 def concerns_of(overview: Overview) -> list[Concern]:
@@ -355,6 +374,7 @@ def _failing(overview: Overview) -> Iterator[Concern]:
                 ("The group", link("/group", name=group.group)),
                 ("Its transactions", link("/transactions", state=State.PENDING, group=group.group)),
             ),
+            groups=(group.group,),
         )
 
 
@@ -376,6 +396,7 @@ def _growing(overview: Overview) -> Iterator[Concern]:
             "See whether the service still decides, and whether its checks are answered. At "
             "pending_group_max further prepares are refused.",
             (("The group", link("/group", name=worst.group)),),
+            groups=tuple(group.group for group in growing),
         )
 
 
@@ -394,6 +415,7 @@ def _parked(overview: Overview) -> Iterator[Concern]:
             "commit or roll back; or revive it if the group can answer again.",
             (("Show them", link("/transactions", state=State.PARKED)),),
             (("Revive all…", link("/actions/revive", state=State.PARKED)),),
+            groups=tuple(groups),
         )
 
 
@@ -429,6 +451,7 @@ def _unreachable(overview: Overview) -> Iterator[Concern]:
             ("The group", link("/group", name=first.group)),
             ("Its transactions", link("/transactions", state=State.PENDING, group=first.group)),
         ),
+        groups=tuple(group.group for group in away),
     )
 
 
@@ -453,6 +476,7 @@ def _old(overview: Overview) -> Iterator[Concern]:
                     ),
                 ),
             ),
+            groups=tuple(group.group for group in old),
         )
 
 

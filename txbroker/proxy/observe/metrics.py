@@ -183,28 +183,28 @@ class _Latency(Collector):
     def __init__(self, name: str, text: str, bounds: Sequence[float], label: str = "") -> None:
         self._name = name
         self._text = text
-        self._bounds = bounds
+        self.bounds = bounds
         self._label = label
-        self._counts: dict[str, list[int]] = {} if label else {"": self._zeros()}
+        self.counts: dict[str, list[int]] = {} if label else {"": self._zeros()}
         self._sums: defaultdict[str, float] = defaultdict(float)
 
     def _zeros(self) -> list[int]:
-        return [0] * (len(self._bounds) + 1)
+        return [0] * (len(self.bounds) + 1)
 
     def observe(self, durations_s: Iterable[float], value: str = "") -> None:
-        counts, bounds = self._counts.get(value), self._bounds
+        counts, bounds = self.counts.get(value), self.bounds
         if counts is None:
-            counts = self._counts[value] = self._zeros()
+            counts = self.counts[value] = self._zeros()
         for duration_s in durations_s:
             counts[bisect_left(bounds, duration_s)] += 1
             self._sums[value] += duration_s
 
     def collect(self) -> Iterable[Metric]:
-        names = [*map(str, self._bounds), "+Inf"]
+        names = [*map(str, self.bounds), "+Inf"]
         family = HistogramMetricFamily(
             self._name, self._text, labels=[self._label] if self._label else None
         )
-        for value, counts in self._counts.items():
+        for value, counts in self.counts.items():
             buckets = list(zip(names, map(float, accumulate(counts)), strict=True))
             family.add_metric([value] if self._label else [], buckets, self._sums[value])
         yield family
@@ -225,6 +225,7 @@ class Metrics:
         self._sources: list[Callable[[], Gauges]] = []
         self._counters: dict[tuple[str, ...], Counter] = {}
         self._described: list[Described] = []
+        self._latencies: dict[str, _Latency] = {}
         self._make_counters()
         self._make_histograms()
         self.registry.register(_GaugeCollector(self))
@@ -266,7 +267,7 @@ class Metrics:
 
         def latency(name: str, text: str, bounds: Sequence[float], *labels: str) -> _Latency:
             self._described.append(Described(f"txbroker_{name}", "histogram", labels, text))
-            collector = _Latency(f"txbroker_{name}", text, bounds, *labels)
+            collector = self._latencies[name] = _Latency(f"txbroker_{name}", text, bounds, *labels)
             self.registry.register(collector)
             return collector
 
@@ -368,6 +369,14 @@ class Metrics:
     def decisions_took(self, seconds: float, count: int = 1) -> None:
         """Record the latency of decisions that were answered together."""
         self._decision_s.observe([seconds] * count)
+
+    def latency_counts(self) -> dict[str, tuple[Sequence[float], Sequence[int]]]:
+        """Return bounds and counts of the buckets of each latency without a label, by its name."""
+        return {
+            name: (latency.bounds, latency.counts[""])
+            for name, latency in self._latencies.items()
+            if "" in latency.counts
+        }
 
     def recovered(self, seconds: float) -> None:
         self._recovery_s.observe(seconds)

@@ -20,6 +20,8 @@ from txbroker.contract.service import (
     CheckCounts,
     GroupChecks,
     GroupOverview,
+    History,
+    HistoryRequest,
     Overview,
     ParkedAnswer,
     PartitionOverview,
@@ -32,6 +34,8 @@ from txbroker.core.ledger import Ledger
 
 WINDOW_S = 10.0
 """Rates are averages over about this time, seconds."""
+TAKEN_MAX = 100_000
+"""Transactions whose group waits to be counted: those of a second."""
 PARKED_LOOKED_AT_MAX = 1000
 """Parked transactions of a half partition whose last answers an overview counts."""
 
@@ -48,10 +52,16 @@ class RateCounter:
 
     Attributes:
         prepared, decided, promoted: transactions so far; the caller adds to them.
+        prepared_by, decided_by, promoted_by: their groups since the last `take`; the caller
+            extends them.
+        lost: transactions that lost their half messages since the last `take`.
     """
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self.prepared = self.decided = self.promoted = 0
+        self.prepared = self.decided = self.promoted = self.lost = 0
+        self.prepared_by: deque[str] = deque(maxlen=TAKEN_MAX)
+        self.decided_by: deque[str] = deque(maxlen=TAKEN_MAX)
+        self.promoted_by: deque[str] = deque(maxlen=TAKEN_MAX)
         self._clock_s = clock_s
         self._samples: deque[_Sample] = deque([self._now()])
 
@@ -79,6 +89,16 @@ class RateCounter:
             (now.decided - before.decided) / passed_s,
             (now.promoted - before.promoted) / passed_s,
         )
+
+    def take(self) -> tuple[list[Counter[str]], int]:
+        """Return transactions prepared, decided and promoted since the last call by group, and
+        those lost."""
+        queues = (self.prepared_by, self.decided_by, self.promoted_by)
+        counts = [Counter(queue) for queue in queues]
+        for queue in queues:
+            queue.clear()
+        lost, self.lost = self.lost, 0
+        return counts, lost
 
     def _now(self) -> _Sample:
         return _Sample(self._clock_s(), self.prepared, self.decided, self.promoted)
@@ -164,7 +184,7 @@ class GroupStatus(Struct, frozen=True):
 
 
 class Past(Protocol):
-    """What is known of the last hour."""
+    """What a proxy knows of the last hour."""
 
     def lost(self) -> int:
         """Return how many transactions were found without their half messages."""
@@ -172,6 +192,9 @@ class Past(Protocol):
     def growth_per_s(self, group: str) -> float | None:
         """Return by how much the pending transactions of a group grow, on average of the last 15
         minutes; None if they were not observed that long."""
+
+    def read(self, request: HistoryRequest) -> History:
+        """Return what it knows."""
 
 
 # --- of one proxy ----------------------------------------------------------------------------

@@ -58,6 +58,7 @@ class LogReplica:
     def __init__(self, context: PartitionContext, topic: str) -> None:
         self.topic = topic
         self._context = context
+        self._actions = context.proxy.actions
         self._ledger = ledger = context.ledger
         self._apply: Callable[[Record], ApplyResult]
         self._apply_rows: Callable[[Sequence[Any], int, int], list[ApplyResult]]
@@ -82,6 +83,8 @@ class LogReplica:
     def apply(self, record: Record) -> ApplyResult:
         outcome = self._apply(record)
         if outcome.effect is Effect.APPLIED and outcome.transaction is not None:
+            if self.topic == "op":
+                self._actions.applied(record, outcome.transaction)
             self._context.changed((outcome.transaction,))
         else:
             self._context.unchanged(self.topic, outcome, record)
@@ -100,6 +103,8 @@ class LogReplica:
                 self._context.unchanged(self.topic, outcome, last)
         if changed:
             self._context.changed(changed)
+            if self.topic == "op":
+                self._actions.applied_run(rows, outcomes, timestamp_ms)
         return outcomes
 
 

@@ -184,6 +184,7 @@ class PartitionOwner:
         """
         failpoint("handover.closing")
         self._closed = True
+        self._context.proxy.actions.end(self.partition)
         self._snapshots.abandon()
         self.checks.close()
         tasks = [*self._tasks, *([] if self._checking is None else [self._checking])]
