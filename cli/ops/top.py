@@ -1,15 +1,17 @@
 """`txbroker top`: the state of an installation, refreshed."""
 
 import json
+import os
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import click
 import msgspec
 
-from txbroker.cli.client import ApiClient, client_options
+from txbroker.cli.client import ApiClient, ApiError, client_options
 from txbroker.cli.output import (
     TableColumn,
     clock,
@@ -26,6 +28,13 @@ from txbroker.contract.service import CheckCounts
 Overview = dict[str, Any]
 
 GROUPS_SHOWN = 15
+NARROW = 80
+"""Below this width, columns, less is shown of half partitions and groups."""
+PAST_S = (900, 300)
+"""What sparklines show, seconds: the second if the proxies have run no longer."""
+BARS = ("▁▂▃▄▅▆▇█", "_.:-=+*#")
+"""The heights of a sparkline, and those of a terminal without UTF-8."""
+BARS_MAX = 30
 
 
 def _age(row: dict[str, Any], name: str = "oldest_pending_age_s") -> str:
@@ -112,6 +121,7 @@ PARTITIONS = (
     TableColumn("DEC/S", lambda row: _rate(row, "decided"), wide=True, keep=True),
     TableColumn("PROM/S", lambda row: _rate(row, "promoted"), keep=True),
 )
+_NARROW_LEFT_OUT = {"REFUSED", "COMMITTED", "OLDEST", "PREP/S", "CONNECTED"}
 PROXIES = (
     TableColumn("PROXY", lambda row: row["url"]),
     TableColumn("STATE", lambda row: _proxy_state(row)),
@@ -135,13 +145,16 @@ PROXIES = (
 def command(client: ApiClient, output: str, once: bool, every_s: float) -> None:
     """Show the state of an installation, refreshed until Ctrl-C.
 
-    Shows rates over the last ten seconds; groups, those that need an operator first; half
-    partitions with their owners; proxies. Without a terminal the output is appended; with -o json
-    it is one line each time.
+    Shows rates over the last ten seconds; the last quarter of an hour as sparklines; groups, those
+    that need an operator first; half partitions with their owners; proxies. Without a terminal the
+    output is appended; with -o json it is one line each time, without sparklines.
     """
 
     def query() -> Overview:
-        return dict(client.get("overview"))
+        overview = dict(client.get("overview"))
+        if output in ("table", "wide"):
+            overview["past"] = _past(client)
+        return overview
 
     def lines(overview: Overview) -> list[str]:
         return list(_lines(overview, str(client), output == "wide"))
@@ -183,18 +196,16 @@ def _lines(overview: Overview, where: str, wide: bool) -> Iterator[str]:
             yield f"Kafka has not answered {printable(whom)} since {since} UTC" + (
                 f": {printable(why)}" if why else ""
             )
-    yield (
-        "now     "
-        + "  ".join(
-            f"{name} {_sum(partitions, name, partial)}"
-            for name in ("pending", "parked", "refused", "committed")
-        )
-        + _oldest(partitions)
-        + _sums_as_of(partitions)
-    )
-    yield "rates   " + "  ".join(
-        f"{what} {_sum_of_rates(partitions, what)}" for what in ("prepared", "decided", "promoted")
-    )
+    width = _width()
+    counts = [
+        f"{name} {_sum(partitions, name, partial)}"
+        for name in ("pending", "parked", "refused", "committed")
+    ]
+    yield from _packed("now     ", [*counts, _oldest(partitions), _sums_as_of(partitions)], width)
+    rates = [f"{what} {_sum_of_rates(partitions, what)}" for what in ("prepared", "decided")]
+    rates.append(f"promoted {_sum_of_rates(partitions, 'promoted')}")
+    yield from _packed("rates   ", rates, width)
+    yield from _sparklines(overview.get("past") or {}, width)
     refused = overview["refused_topics"]
     if refused:
         shown = ", ".join(f"{printable(topic)} {count:,}" for topic, count in refused.items())
@@ -202,15 +213,98 @@ def _lines(overview: Overview, where: str, wide: bool) -> Iterator[str]:
     yield ""
     shown_groups = groups if wide else groups[:GROUPS_SHOWN]
     if shown_groups:
-        yield from table(shown_groups, GROUPS, sys.stdout)
+        yield from table(shown_groups, _fitting(GROUPS, width), sys.stdout)
         left = len(groups) - len(shown_groups) + overview["groups_left_off"]
         if left:
             yield f"… and {left:,} more groups"
         yield ""
     columns = shown_columns(PARTITIONS, "wide" if wide else "table")
-    yield from table(partitions, columns, sys.stdout)
+    yield from table(partitions, _fitting(columns, width), sys.stdout)
     yield ""
     yield from table(proxies, PROXIES, sys.stdout)
+
+
+def _width() -> int:
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        return 1000
+    return shutil.get_terminal_size().columns
+
+
+def _fitting(columns: Sequence[TableColumn], width: int) -> list[TableColumn]:
+    return [one for one in columns if width >= NARROW or one.title not in _NARROW_LEFT_OUT]
+
+
+def _packed(head: str, parts: Sequence[str], width: int) -> Iterator[str]:
+    """Yield lines of at most `width` with these parts, the first after `head`."""
+    line = head
+    for part in filter(None, parts):
+        if len(line) > len(head) and len(line) + len(part) > width:
+            yield line.rstrip()
+            line = " " * len(head)
+        line += part + "  "
+    yield line.rstrip()
+
+
+# --- the last quarter of an hour -----------------------------------------------------------------
+
+
+def _past(client: ApiClient) -> dict[str, Any]:
+    """Return the history; nothing if the proxy has none, as an older one."""
+    try:
+        past = dict(client.get("history", since_s=PAST_S[0]))
+        points = past.get("points") or [{"at_ms": 0}]
+        if points[-1]["at_ms"] - points[0]["at_ms"] >= PAST_S[1] * 1000:
+            return {**past, "span_s": PAST_S[0]}
+        return {**client.get("history", since_s=PAST_S[1]), "span_s": PAST_S[1]}
+    except ApiError:
+        return {}
+
+
+def _sparklines(past: dict[str, Any], width: int) -> Iterator[str]:
+    points = past.get("points", ())
+    if not points:
+        return
+    step_s, span_s = past["step_s"], past["span_s"]
+    yield f"the last {span_s // 60} minutes"
+    failed = [p["checks"]["unknown"] + p["checks"]["unclear"] for p in points]
+    rows: list[tuple[str, list[float | None], Callable[[float], str]]] = [
+        ("promoted", [p["promoted"] / step_s for p in points], lambda v: f"{_shown_rate(v)}/s"),
+        ("pending", [p["pending"] for p in points], lambda v: f"{v:,.0f}"),
+        ("oldest", [p["oldest_pending_age_s"] or 0.0 for p in points], duration),
+        ("failing", [number / step_s for number in failed], lambda v: f"{_shown_rate(v)}/s"),
+    ]
+    slots = min(BARS_MAX, max(5, width - 40))
+    for name, values, shown in rows:
+        known = [value for value in values if value is not None]
+        if not known or (name == "failing" and not any(known)):
+            continue
+        placed = _placed([p["at_ms"] for p in points], values, slots, span_s)
+        now = "-" if values[-1] is None else shown(values[-1])
+        yield f"{name:<8}  {_bars(placed)}  {now}, at most {shown(max(known))}"
+
+
+def _placed(
+    times: list[int], values: list[float | None], slots: int, span_s: int
+) -> list[float | None]:
+    """Return the greatest value of each part of the time, None where nothing is known."""
+    placed: list[float | None] = [None] * slots
+    part_ms = span_s * 1000 / slots
+    for at_ms, value in zip(times, values, strict=True):
+        number = slots - 1 - int((times[-1] - at_ms) / part_ms)
+        if number >= 0 and value is not None:
+            placed[number] = max(value, placed[number] or 0.0)
+    return placed
+
+
+def _bars(values: list[float | None]) -> str:
+    try:
+        BARS[0].encode(sys.stdout.encoding or "ascii")
+        bars = BARS[0]
+    except (UnicodeEncodeError, LookupError):
+        bars = BARS[1]
+    most = max((value for value in values if value is not None), default=0.0) or 1.0
+    last = len(bars) - 1
+    return "".join(" " if value is None else bars[round(value / most * last)] for value in values)
 
 
 def _sum(partitions: list[dict[str, Any]], name: str, partial: bool) -> str:
@@ -223,7 +317,7 @@ def _sum(partitions: list[dict[str, Any]], name: str, partial: bool) -> str:
 
 def _sums_as_of(partitions: list[dict[str, Any]]) -> str:
     times = [row["as_of_ms"] for row in partitions if row.get("as_of_ms") is not None]
-    return f"  as of {clock(min(times))[11:19]} UTC" if times else ""
+    return f"as of {clock(min(times))[11:19]} UTC" if times else ""
 
 
 def _sum_of_rates(partitions: list[dict[str, Any]], what: str) -> str:
@@ -246,7 +340,7 @@ def _of(proxies: list[dict[str, Any]]) -> str:
 
 def _oldest(partitions: list[dict[str, Any]]) -> str:
     ages = [row["oldest_pending_age_s"] for row in partitions if row.get("oldest_pending_age_s")]
-    return f"  oldest pending {duration(max(ages))}" if ages else ""
+    return f"oldest pending {duration(max(ages))}" if ages else ""
 
 
 def _proxy_state(row: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -12,8 +13,11 @@ from tests.console.console_world import Reader, reader_of, topic_of
 from tests.kit.cluster import Proxies
 from tests.kit.service import Service
 from tests.kit.until import unique, until
+from txbroker.contract.service import PrepareRequest
 from txbroker.core.records import Decision, Message
 
+CLIENT = "Python/"
+"""How the client of a session begins that names no library of its own."""
 HOSTILE = """"><script>alert('x')</script><b a='"""
 
 
@@ -187,6 +191,138 @@ async def test_numbers_have_their_time_while_kafka_is_silent(
     await until(current)
 
 
+# --- the last hour, a group, operators' actions ------------------------------------------------
+
+
+async def test_overview_shows_the_last_hour(service: Service, reader: Reader) -> None:
+    topic = await topic_of(service)
+    for _ in range(3):
+        await service.prepare(Message(topic, b"k", b"v"))
+
+    async def drawn() -> bool:
+        seen = await reader.open("/")
+        waiting = [d.text for d in seen.main.all("desc") if d.attributes["id"] == "waiting-text"]
+        return "pending: now 3, at most 3" in "".join(waiting)
+
+    await until(drawn)
+    seen = await reader.open("/")
+    charts = seen.main.one("section", id="past").all("figure")
+    titles = [chart.one("strong").text for chart in charts]
+    assert titles[:4] == [
+        "Transactions a second", "Pending and parked", "Oldest pending", "Checks a second"
+    ]  # fmt: skip
+    for chart in charts:
+        svg = chart.all("svg", role="img")[0]
+        ids = {element.attributes["id"] for element in svg.all() if "id" in element.attributes}
+        assert {svg.attributes["aria-labelledby"], svg.attributes["aria-describedby"]} == ids
+    assert seen.main.all("path", **{"class": "event is-start"})
+    events = seen.main.one("ol", **{"class": "events"}).text
+    assert "Proxy started" in events
+    assert "Took over half partitions 0, 1" in events
+    assert seen.links("1h") == ["/?span=1h"]
+    assert "The last 1 h" in (await reader.open("/?span=1h")).text.replace(
+        "\N{NO-BREAK SPACE}", " "
+    )
+
+
+async def test_group_page_shows_checks_instances_and_policy(
+    service: Service, reader: Reader
+) -> None:
+    group = await service.group({"decision": "rollback"}, check_after_s=0, attempts_max=7)
+    id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+    await service.reaches(id, "rolled_back")
+    path = f"/group?name={quote(group)}"
+    seen = await reader.open(path)
+    row = seen.main.one("section", id="last-checks").one("tbody").text
+    assert f"rollback rollback {service.desk.url}/check/{group} {id}" in row
+    assert "Attempts 7" in seen.main.one("section", id="policy").text
+    assert "checks go to the check URL" in seen.main.one("section", id="instances").text
+    async with service.producer(group, instance="till-7", check=lambda _: Decision.UNKNOWN):
+
+        async def connected() -> bool:
+            return "till-7" in (await reader.open(path)).text
+
+        await until(connected)
+        instances = (await reader.open(path)).main.one("section", id="instances").text
+    assert f"till-7 yes 127.0.0.1 {CLIENT}" in instances
+    assert instances.endswith(service.proxy.url)
+    assert (await reader.open("/group?name=")).status == 400
+    unknown = await reader.open("/group?name=nobody")
+    assert (unknown.status, "No proxy knows this group" in unknown.text) == (200, True)
+
+
+async def test_group_page_joins_all_proxies(proxies: Proxies) -> None:
+    one, other = await proxies.add("one", "two")
+    topic, group = await one.topic(), unique("group")
+    async with (
+        one.producer(group, instance="a", check=lambda _: Decision.COMMIT),
+        other.producer(group, instance="b", check=lambda _: Decision.COMMIT),
+    ):
+        for number in range(8):
+            message = Message(topic, b"k%d" % number, b"v")
+            await one.prepare(message, group=group, order_key=str(number))
+
+        async def known() -> bool:
+            path = f"/v1/history?group={group}&since_s=60"
+            found = [await service.get(path) for service in (one, other)]
+            return all(
+                sum(point["prepared"] for point in history["points"]) == 8
+                and {i["name"] for i in history["instances"]} == {"a", "b"}
+                and history["complete"]
+                for history in found
+            )
+
+        await until(known)
+    async with reader_of(other.proxy.url) as reader:
+        seen = await reader.open("/")
+    starts = [li.text for li in seen.main.all("li", **{"class": "is-start"})]
+    assert len(starts) == 2
+    assert {one.proxy.url, other.proxy.url} == {text.rpartition(" ")[2] for text in starts}
+
+
+async def test_operators_actions_are_shown_after_a_restart(
+    service: Service, reader: Reader
+) -> None:
+    group, ids = await parked(service, await topic_of(service), 4)
+    assert "No operator has acted" in (await reader.open("/audit")).text
+    for id in ids[:3]:
+        await service.act(id, "rollback", reason="cancelled", by="Ada")
+    await service.act(ids[3], "revive", reason="mended", by="Grace")
+    path = "/v1/history?actions=true"
+    before = (await service.get(path))["actions"]
+    assert [(a["action"], a["by"].split()[0], a["reason"], a["count"]) for a in before] == [
+        ("revive", "Grace", "mended", 1),
+        ("rollback", "Ada", "cancelled", 3),
+    ]
+    assert (await service.get("/v1/history"))["actions"] == []
+    await service.restart()
+    assert (await service.get(path))["actions"] == before
+    async with reader_of(service.proxy.url) as again:
+        seen = await again.open("/audit")
+    first, second = [row.text for row in seen.main.one("tbody").all("tr")]
+    assert "Grace" in first
+    assert f"Revived {ids[3]} mended {group}" in first
+    assert f"Rolled back {before[1]['id']} and 2 others cancelled {group}" in second
+
+
+async def test_overview_of_100_000_pending_is_quick(service: Service, reader: Reader) -> None:
+    message = Message(await topic_of(service), b"k", b"v")
+    groups = [f"group-{number}" for number in range(200)]
+    for start in range(0, 100_000, 2000):
+        for group in groups[start // 2000 :: 50]:
+            requests = [PrepareRequest(group, (message,), check_after_s=3600)] * 500
+            for run in service.proxy.cluster.runs(requests):
+                await run.answers
+    took_s = []
+    for _ in range(7):
+        began_s = time.perf_counter()
+        seen = await reader.open("/")
+        took_s.append(time.perf_counter() - began_s)
+    assert "100 000" in seen.main.one("section", id="sums").text.replace("\u202f", " ")
+    # 12 ms on the machine of docs/measurements.md, with the client and its parser in the process.
+    assert min(took_s) < 0.1, took_s
+
+
 # --- lists -----------------------------------------------------------------------------------
 
 
@@ -349,6 +485,7 @@ async def test_hostile_names_are_escaped(service: Service, reader: Reader) -> No
         "/",
         "/groups",
         f"/group?name={quote(group)}",
+        "/audit",
         f"/transactions?group={quote(group)}",
         f"/transactions/{id}?bodies=1",
         f"/actions/commit?group={quote(group)}",
@@ -373,7 +510,8 @@ async def every_page(service: Service, reader: Reader) -> list[tuple[str, Any]]:
     group, (id,) = await parked(service, await topic_of(service))
     paths = [
         "/", "/transactions", "/transactions?state=parked", f"/transactions/{id}",
-        f"/transactions/{id}?bodies=1", "/groups", f"/group?name={group}", "/group?name=nobody",
+        f"/transactions/{id}?bodies=1", "/groups", f"/group?name={group}",
+        "/group?name=nobody", "/audit",
         f"/actions/commit?id={id}",
         f"/actions/revive?group={group}", "/transactions/nonsense",
     ]  # fmt: skip

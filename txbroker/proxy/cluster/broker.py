@@ -46,6 +46,7 @@ from txbroker.principals import Directory, no_principals
 from txbroker.proxy.cluster.forwarding import merge, new_id
 from txbroker.proxy.cluster.partition_manager import PartitionManager
 from txbroker.proxy.cluster.views import page_of, view
+from txbroker.proxy.observe.actions import READ_S
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.overview import GroupStatus, local_overview
 from txbroker.proxy.observe.tracing import deciding
@@ -493,9 +494,12 @@ class Broker:
         history = History(HISTORY_STEPS_S[-1]) if past is None else past.read(request)
         if not request.actions:
             return history
+        until_s = asyncio.get_running_loop().time() + READ_S
+        for owner in self.ledgers():
+            await owner.read_actions(until_s)
         actions = self.partitions.actions
         return structs.replace(
-            history, actions=actions.newest(), actions_since_ms=dict(actions.since_ms)
+            history, actions=actions.newest(), actions_since_ms=actions.since_ms()
         )
 
     def unsettled(self) -> Iterator[tuple[PartitionOwner, Transaction]]:

@@ -66,6 +66,11 @@ def time_of(at_ms: int) -> str:
     return _at(at_ms).strftime("%Y-%m-%d %H:%M:%S")
 
 
+def clock_of(at_ms: int) -> str:
+    """Return the time of day to the second, UTC."""
+    return _at(at_ms).strftime("%H:%M:%S")
+
+
 def machine_time(at_ms: int) -> str:
     """Return a time in ISO 8601."""
     return _at(at_ms).isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -139,7 +144,19 @@ def sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-_FILTERS = (sentence, age, number, least, rate, time_of, machine_time, text_of, kind_of, parts_of)
+_FILTERS = (
+    sentence,
+    age,
+    number,
+    least,
+    rate,
+    time_of,
+    clock_of,
+    machine_time,
+    text_of,
+    kind_of,
+    parts_of,
+)
 FILTERS: dict[str, Callable[..., object]] = {
     "without_query": partial(without_query, mask=QUERY_MASK),
     **{function.__name__: function for function in _FILTERS},

@@ -1,25 +1,36 @@
 """The pages that only show (overview, lists, one transaction, groups), and the login."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from aiohttp import web
 from msgspec import structs
 
 from txbroker.contract.policy import GroupPolicy
-from txbroker.contract.service import GroupOverview, Overview, Rates, TransactionView
+from txbroker.contract.service import (
+    INSTANCES_SHOWN_MAX,
+    GroupOverview,
+    History,
+    HistoryEvent,
+    HistoryRequest,
+    Overview,
+    Rates,
+    TransactionView,
+)
 from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import State
 from txbroker.errors import Unauthorized
 from txbroker.principals import Role
 from txbroker.proxy.console.actions import Action, allowed
+from txbroker.proxy.console.charts import SPANS, Chart, charts_of, events_of
 from txbroker.proxy.console.concerns import concerns_of
 from txbroker.proxy.console.filters import PAGE_ROWS, AuditNote, convert, read_listing
-from txbroker.proxy.console.formatting import link, with_query
+from txbroker.proxy.console.formatting import age, link, with_query
 from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
 from txbroker.proxy.console.visitors import NAME_MAX
-from txbroker.proxy.http.context import within_groups
+from txbroker.proxy.http.context import seen_by, within_groups
 from txbroker.proxy.http.limits import check_group, plain_id
+from txbroker.proxy.observe.actions import ACTIONS_MAX
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
@@ -27,6 +38,20 @@ log = get_logger(__name__)
 GROUPS_FIRST = 8
 """Groups on the overview."""
 GROUPS_SHOWN_MAX = 250
+CHECKS_SHOWN_MAX = 20
+EVENT_WORDS = {
+    "start": "Proxy started",
+    "takeover": "Took over",
+    "handover": "Gave away",
+    "problem": "Began:",
+    "solved": "Over:",
+}
+ACTION_WORDS = {
+    "commit": "Committed",
+    "rollback": "Rolled back",
+    "revive": "Revived",
+    "check": "Had checked",
+}
 OWN_OFFERED_MAX = 200
 """Registered groups offered by the filter."""
 
@@ -85,6 +110,51 @@ async def _overview(request: PageRequest) -> Overview:
     return structs.replace(overview, groups=groups)
 
 
+@dataclass(frozen=True)
+class Hour:
+    """The last hour, or the part of it that the page shows.
+
+    Attributes:
+        span: the part, one of `spans`.
+        words: the same in words.
+        history: what it was made of.
+    """
+
+    span: str
+    words: str
+    charts: Sequence[Chart]
+    events: Sequence[HistoryEvent]
+    history: History
+    spans: Sequence[str] = tuple(SPANS)
+    kinds: Mapping[str, str] = field(default_factory=lambda: EVENT_WORDS)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all proxies answered."""
+        return self.history.complete
+
+    @property
+    def has_medians(self) -> bool:
+        """Whether a chart shows latencies."""
+        return any(line.faint for chart in self.charts for line in chart.lines)
+
+
+async def _hour(request: PageRequest, group: str = "") -> Hour:
+    """Return the part of the last hour that was asked for; by default an hour, or five minutes if
+    there are no more."""
+    service, now_ms = request.context.service, request.context.service.now_ms()
+    asked = request.query.get("span", "")
+    span = asked if asked in SPANS else "1h"
+    found = await service.history(HistoryRequest(group, SPANS[span]))
+    if asked not in SPANS and not any(p.at_ms < now_ms - 300_000 for p in found.points):
+        span = "5m"
+        found = await service.history(HistoryRequest(group, SPANS[span]))
+    begin_ms = now_ms - SPANS[span] * 1000
+    seen = seen_by(found, request.principal)
+    words = age(SPANS[span])
+    return Hour(span, words, charts_of(seen, begin_ms, now_ms), events_of(seen, begin_ms), seen)
+
+
 async def overview(request: PageRequest) -> HtmlPage | Redirect:
     """Show problems with their next steps, then the counts."""
     stats = await _overview(request)
@@ -93,6 +163,7 @@ async def overview(request: PageRequest) -> HtmlPage | Redirect:
         "sums": sums_of(stats),
         "concerns": concerns_of(stats),
         "actions": _actions(request),
+        "hour": await _hour(request),
         "groups": stats.groups[:GROUPS_FIRST],
         "groups_more": max(0, len(stats.groups) - GROUPS_FIRST) + stats.groups_left_off,
     }
@@ -200,14 +271,32 @@ async def group(request: PageRequest) -> HtmlPage | Redirect:
     request.principal.check_group(name)
     stats = await _overview(request)
     row = next((row for row in _rows(request, stats) if row.overview.group == name), None)
+    hour = await _hour(request, name)
     values = {
         "name": name,
         "overview": stats,
+        "hour": hour,
+        "checks": hour.history.checks[:CHECKS_SHOWN_MAX],
+        "instances": hour.history.instances[:INSTANCES_SHOWN_MAX],
         "row": row or GroupRow(GroupOverview(name), None, None),
         "known": row is not None,
         "actions": _actions(request),
     }
     return HtmlPage("group.html", values)
+
+
+async def audit(request: PageRequest) -> HtmlPage | Redirect:
+    """Show what operators did: who, what, why and when."""
+    found = await request.context.service.history(HistoryRequest(since_s=1, actions=True))
+    since = sorted(found.actions_since_ms.items())
+    values = {
+        "history": seen_by(found, request.principal),
+        "since_ms": max((at_ms for _, at_ms in since), default=None),
+        "older": since if len({at_ms for _, at_ms in since}) > 1 else (),
+        "most": ACTIONS_MAX,
+        "words": ACTION_WORDS,
+    }
+    return HtmlPage("audit.html", values)
 
 
 # --- login -----------------------------------------------------------------------------------
@@ -261,6 +350,7 @@ ROUTES = (
     Route("GET", "/transactions/{id}", transaction),
     Route("GET", "/groups", groups),
     Route("GET", "/group", group),
+    Route("GET", "/audit", audit),
     Route("GET", "/login", show_login, open=True),
     Route("POST", "/login", do_login, open=True),
     Route("POST", "/logout", do_logout, open=True),

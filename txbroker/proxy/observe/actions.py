@@ -1,7 +1,14 @@
-"""Operators' actions as the owners of half partitions applied them, in bounded memory."""
+"""Operators' actions as the owners of half partitions applied them, in bounded memory.
 
+An owner notes what it applies, in its replay too. What is older than the snapshot from which it
+began is read from the operation topic when an operator wants to see it.
+"""
+
+import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, MutableSequence, Sequence
+
+from msgspec import Struct
 
 from txbroker.contract.service import OperatorAction
 from txbroker.core.decoding import decode_marker
@@ -9,6 +16,8 @@ from txbroker.core.encoding import MarkerRow, Row
 from txbroker.core.ledger import ApplyResult, Effect
 from txbroker.core.records import Marker, MarkerKind, Record, Source
 from txbroker.core.transaction import Transaction
+from txbroker.door.protocols import Log, LogTruncated
+from txbroker.errors import KafkaUnavailable
 
 ACTIONS_MAX = 1000
 SAME_MS = 60_000
@@ -16,65 +25,131 @@ SAME_MS = 60_000
 LOOKED_AT = 8
 """The newest actions that another one is compared with."""
 TEXT_MAX = 300
+READ_S = 1.0
+"""How long one view reads older records, seconds; the next one continues."""
+CHUNK = 10_000
+"""Records that are read at a time, backwards."""
+
+
+class _Seen(Struct):
+    """How far back the markers of a half partition were seen: from this offset, and time, ms."""
+
+    offset: int
+    at_ms: int
 
 
 class OperatorActions:
-    """The newest actions of operators.
-
-    Attributes:
-        since_ms: by half partition, from when on all markers were seen.
-    """
+    """The newest actions of operators."""
 
     def __init__(self) -> None:
-        self.since_ms: dict[int, int] = {}
         self._actions: deque[OperatorAction] = deque(maxlen=ACTIONS_MAX)
+        self._seen: dict[int, _Seen] = {}
+        self._reading = asyncio.Lock()
 
-    def begin(self, partition: int, at_ms: int) -> None:
-        """Markers of a half partition are seen from now on."""
-        self.since_ms[partition] = at_ms
+    def begin(self, partition: int, offset: int, at_ms: int) -> None:
+        """Markers of a half partition are seen from this record of its operation topic on."""
+        self._seen[partition] = _Seen(offset, at_ms)
 
     def end(self, partition: int) -> None:
         """Another proxy applies the markers of a half partition from now on."""
-        self.since_ms.pop(partition, None)
+        self._seen.pop(partition, None)
+
+    def since_ms(self) -> dict[int, int]:
+        """Return by half partition from when on all markers were seen; 0: all that there are."""
+        return {partition: seen.at_ms for partition, seen in self._seen.items()}
+
+    def newest(self) -> tuple[OperatorAction, ...]:
+        """Return the actions, the newest first."""
+        return tuple(sorted(self._actions, key=lambda action: action.at_ms, reverse=True))
+
+    # --- as they are applied -----------------------------------------------------------------
 
     def applied(self, record: Record, transaction: Transaction) -> None:
         """Note a record of the operation topic that was read and applied."""
-        value = record.value or b""
-        # Most markers are no operator's: the bytes show it without decoding them.
-        if b'"operator"' in value or b'"check"' in value:
-            try:
-                marker = decode_marker(record)
-            except ValueError:
-                return  # replaced messages, not a marker
-            self._note(marker, transaction, record.timestamp_ms)
+        marker = _operators(record)
+        if marker is not None:
+            _note(self._actions, marker, transaction.half.group, record.timestamp_ms)
 
     def applied_run(self, rows: Sequence[Row], outcomes: Sequence[ApplyResult], at_ms: int) -> None:
         """Note the rows of the operation topic that were appended and applied together."""
         for row, outcome in zip(rows, outcomes, strict=True):
-            if outcome.effect is not Effect.APPLIED or not isinstance(row, MarkerRow):
+            if not isinstance(row, MarkerRow) or not _is_operators(row.marker):
                 continue
-            if outcome.transaction is not None:
-                self._note(row.marker, outcome.transaction, at_ms)
+            if outcome.effect is Effect.APPLIED and outcome.transaction is not None:
+                _note(self._actions, row.marker, outcome.transaction.half.group, at_ms)
 
-    def _note(self, marker: Marker, transaction: Transaction, at_ms: int) -> None:
-        asked = marker.kind is MarkerKind.CHECK and marker.by
-        if marker.source is not Source.OPERATOR and not asked:
+    # --- older ones --------------------------------------------------------------------------
+
+    async def read_back(
+        self, log: Log, partition: int, until_s: float, group_of: Callable[[str], str]
+    ) -> None:
+        """Read older records of an operation topic.
+
+        Args:
+            until_s: when to stop, by the event loop's clock.
+            group_of: returns the group of a transaction, "" if it is not known any more.
+        """
+        loop = asyncio.get_running_loop()
+        async with self._reading:
+            try:
+                start, _ = await log.bounds(confirmed=False)
+                while loop.time() < until_s and len(self._actions) < ACTIONS_MAX:
+                    seen = self._seen.get(partition)
+                    if seen is None:
+                        return
+                    if seen.offset <= start:
+                        seen.at_ms = 0
+                        return
+                    await self._read_chunk(log, seen, start, group_of)
+            except (KafkaUnavailable, LogTruncated):
+                return  # the page states how far back it knows
+
+    async def _read_chunk(
+        self, log: Log, seen: _Seen, start: int, group_of: Callable[[str], str]
+    ) -> None:
+        first, at_ms = max(start, seen.offset - CHUNK), seen.at_ms
+        older: list[OperatorAction] = []
+        async for records in log.read(first, seen.offset):
+            for record in records:
+                at_ms = min(at_ms, record.timestamp_ms)
+                marker = _operators(record)
+                if marker is not None:
+                    _note(older, marker, group_of(marker.id), record.timestamp_ms)
+            await asyncio.sleep(0)
+        seen.offset, seen.at_ms = first, at_ms
+        room = ACTIONS_MAX - len(self._actions)
+        self._actions.extendleft(reversed(older[-room:] if room else ()))
+
+
+def _is_operators(marker: Marker) -> bool:
+    # The marker of a check has the schedule as its source, and who asked for it.
+    asked = marker.kind is MarkerKind.CHECK and bool(marker.by)
+    return asked or marker.source is Source.OPERATOR
+
+
+def _operators(record: Record) -> Marker | None:
+    """Return an operator's marker; None if the record is none."""
+    value = record.value or b""
+    # Most markers are not: their bytes show it without decoding them.
+    if b'"operator"' not in value and b'"asked"' not in value:
+        return None
+    try:
+        marker = decode_marker(record)
+    except ValueError:
+        return None  # replaced messages
+    return marker if _is_operators(marker) else None
+
+
+def _note(actions: MutableSequence[OperatorAction], marker: Marker, group: str, at_ms: int) -> None:
+    kind, by = str(marker.kind), marker.by[:TEXT_MAX]
+    reason = "" if marker.kind is MarkerKind.CHECK else marker.reason[:TEXT_MAX]
+    same = (kind, by, reason, group)
+    last = len(actions) - 1
+    for number in range(last, max(-1, last - LOOKED_AT), -1):
+        known = actions[number]
+        if abs(at_ms - known.at_ms) >= SAME_MS:
+            break
+        if (known.action, known.by, known.reason, known.group) == same:
+            actions[number] = OperatorAction(known.at_ms, *same, known.id, known.count + 1)
             return
-        kind, by = str(marker.kind), marker.by[:TEXT_MAX]
-        # The marker of a check has the schedule's reason.
-        reason = "" if asked else marker.reason[:TEXT_MAX]
-        same = (kind, by, reason, transaction.half.group)
-        last = len(self._actions) - 1
-        for number in range(last, max(-1, last - LOOKED_AT), -1):
-            known = self._actions[number]
-            if at_ms - known.at_ms >= SAME_MS:
-                break
-            if (known.action, known.by, known.reason, known.group) == same:
-                more = known.count + 1
-                self._actions[number] = OperatorAction(known.at_ms, *same, known.id, more)
-                return
-        self._actions.append(OperatorAction(at_ms, *same, marker.id))
-
-    def newest(self) -> tuple[OperatorAction, ...]:
-        """Return the actions, the newest first."""
-        return tuple(reversed(self._actions))
+    actions.append(OperatorAction(at_ms, *same, marker.id))

@@ -317,7 +317,10 @@ class ProxyHistory:
             points=tuple(points),
             events=events,
             checks=tuple(self._sources.reports(request.group, now_ms)) if request.group else (),
-            instances=tuple(self._sources.instances(request.group)) if request.group else (),
+            instances=tuple(
+                structs.replace(instance, proxy=self._sources.url())
+                for instance in (self._sources.instances(request.group) if request.group else ())
+            ),
             bounds_s=dict(self._bounds),
         )
 

@@ -247,6 +247,18 @@ class PartitionOwner:
             return 0.0
         return time.monotonic() - max(since_s, self._resumed_s)
 
+    async def read_actions(self, until_s: float) -> None:
+        """Read operators' older actions from the operation topic until a time of the loop."""
+        index = self.ledger.index
+
+        def group_of(id: str) -> str:
+            transaction = index.get(id)
+            return "" if transaction is None else transaction.half.group
+
+        context = self._context
+        log, actions = context.door.op, context.proxy.actions
+        await actions.read_back(log, self.partition, until_s, group_of)
+
     def clock_at_least(self, now_ms: int) -> None:
         """Put the clocks forward to a time that a broker's clock has reached."""
         self._context.clock.at_least(now_ms)
