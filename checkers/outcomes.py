@@ -121,6 +121,6 @@ class CheckOutcomes:
 
 
 def answer_of(result: CheckResult) -> str:
-    """Return what was answered: what it means, and the beginning of the endpoint's body."""
+    """Return an answer as text: its meaning, and the beginning of the endpoint's body."""
     text = "" if isinstance(result, Unreached) else result.text
     return f"{result.detail}: {text}" if text else result.detail

@@ -79,7 +79,7 @@ def _least(value: int | None, partial: bool) -> str:
 
 def _as_of(row: dict[str, Any]) -> str:
     at_ms = row.get("as_of_ms")
-    return "" if at_ms is None else f"as of {clock(at_ms)[11:19]}"
+    return "" if at_ms is None else clock(at_ms)[11:19]
 
 
 def _connected(row: dict[str, Any]) -> str:
@@ -97,7 +97,7 @@ def _failing(row: dict[str, Any]) -> str:
 
 
 def _trouble(row: dict[str, Any]) -> str:
-    return "; ".join(filter(None, (_unreachable(row), _failing(row), _as_of(row))))
+    return "; ".join(filter(None, (_unreachable(row), _failing(row))))
 
 
 GROUPS = (
@@ -213,13 +213,13 @@ def _lines(overview: Overview, where: str, wide: bool) -> Iterator[str]:
     yield ""
     shown_groups = groups if wide else groups[:GROUPS_SHOWN]
     if shown_groups:
-        yield from table(shown_groups, _fitting(GROUPS, width), sys.stdout)
+        yield from table(shown_groups, _fitting(GROUPS, shown_groups, width), sys.stdout)
         left = len(groups) - len(shown_groups) + overview["groups_left_off"]
         if left:
             yield f"… and {left:,} more groups"
         yield ""
     columns = shown_columns(PARTITIONS, "wide" if wide else "table")
-    yield from table(partitions, _fitting(columns, width), sys.stdout)
+    yield from table(partitions, _fitting(columns, partitions, width), sys.stdout)
     yield ""
     yield from table(proxies, PROXIES, sys.stdout)
 
@@ -230,8 +230,15 @@ def _width() -> int:
     return shutil.get_terminal_size().columns
 
 
-def _fitting(columns: Sequence[TableColumn], width: int) -> list[TableColumn]:
-    return [one for one in columns if width >= NARROW or one.title not in _NARROW_LEFT_OUT]
+def _fitting(
+    columns: Sequence[TableColumn], rows: Sequence[dict[str, Any]], width: int
+) -> list[TableColumn]:
+    """Return the columns for a terminal of this width, with the times of counts that are old."""
+    fitting = [one for one in columns if width >= NARROW or one.title not in _NARROW_LEFT_OUT]
+    if any(row.get("as_of_ms") is not None for row in rows):
+        place = [one.title for one in fitting].index("PENDING")
+        fitting.insert(place, TableColumn("AS OF", _as_of, keep=True))
+    return fitting
 
 
 def _packed(head: str, parts: Sequence[str], width: int) -> Iterator[str]:
@@ -267,10 +274,12 @@ def _sparklines(past: dict[str, Any], width: int) -> Iterator[str]:
     step_s, span_s = past["step_s"], past["span_s"]
     yield f"the last {span_s // 60} minutes"
     failed = [p["checks"]["unknown"] + p["checks"]["unclear"] for p in points]
+    promoted = [p["promoted"] / step_s or (None if p["pending"] is None else 0.0) for p in points]
+    oldest = [None if p["pending"] is None else p["oldest_pending_age_s"] or 0.0 for p in points]
     rows: list[tuple[str, list[float | None], Callable[[float], str]]] = [
-        ("promoted", [p["promoted"] / step_s for p in points], lambda v: f"{_shown_rate(v)}/s"),
+        ("promoted", promoted, lambda v: f"{_shown_rate(v)}/s"),
         ("pending", [p["pending"] for p in points], lambda v: f"{v:,.0f}"),
-        ("oldest", [p["oldest_pending_age_s"] or 0.0 for p in points], duration),
+        ("oldest", oldest, duration),
         ("failing", [number / step_s for number in failed], lambda v: f"{_shown_rate(v)}/s"),
     ]
     slots = min(BARS_MAX, max(5, width - 40))
@@ -329,8 +338,7 @@ def _sum_of_rates(partitions: list[dict[str, Any]], what: str) -> str:
 
 
 def _partition_state(row: dict[str, Any]) -> str:
-    why = ", ".join(filter(None, (row.get("why"), _as_of(row))))
-    return f"{row['state']}: {why}" if why else str(row["state"])
+    return f"{row['state']}: {row['why']}" if row.get("why") else str(row["state"])
 
 
 def _of(proxies: list[dict[str, Any]]) -> str:

@@ -176,9 +176,47 @@ def test_top_marks_what_is_not_current(call: Call, stub: Stub) -> None:
     assert "Kafka has not answered this proxy since 22:13:20 UTC: no connection\n" in text
     assert re.search(r"pending 10,000 .* as of 22:13:20 UTC\n", text)
     assert "prepared -  decided -  promoted -\n" in text
-    why = "4 checks bring no decision: 500: x; as of 22:13:20"
-    assert re.search(rf"^orders +10,000 +3 +2m05s +URL +{why}$", text, re.M)
-    assert re.search(r"^0 +a:1 +owned: as of 22:13:20 +10,000 .* - +-$", text, re.M)
+    why = "4 checks bring no decision: 500: x"
+    assert re.search(rf"^orders +22:13:20 +10,000 +3 +2m05s +URL +{why}$", text, re.M)
+    assert re.search(r"^0 +a:1 +owned +22:13:20 +10,000 .* - +-$", text, re.M)
+
+
+def history(span_s: int) -> dict[str, Any]:
+    """Return a history with a gap, a busy end and failing checks."""
+    checks = {"unknown": 0, "unclear": 5}
+    point = {"promoted": 0, "pending": 4, "oldest_pending_age_s": None, "checks": checks}
+    step_s = 30 if span_s == 900 else 1
+    times = range(0, span_s, step_s)
+    points = [{**point, "at_ms": 1_700_000_000_000 + second * 1000} for second in times]
+    points[-2] = {**points[-2], "pending": None}
+    points[-1] = {**points[-1], "pending": 8, "promoted": 60 * step_s, "oldest_pending_age_s": 9.0}
+    return {"step_s": step_s, "points": points}
+
+
+@pytest.mark.parametrize(("span_s", "words"), [(900, "15 minutes"), (300, "5 minutes")])
+def test_top_shows_the_past_in_60_columns(
+    call: Call, stub: Stub, monkeypatch: pytest.MonkeyPatch, span_s: int, words: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    answers = {"/v1/overview": whole_overview(groups_left_off=0)}
+
+    def answer(asked: Any) -> tuple[int, Any]:
+        return 200, answers.get(asked.path.partition("?")[0]) or history(span_s)
+
+    stub.answer = answer
+    lines = call("top", "--once", "--url", stub.url).out.splitlines()
+    assert max(map(len, lines)) <= 60
+    start = lines.index(f"the last {words}")
+    promoted, pending, oldest, failing = lines[start + 1 : start + 5]
+    assert promoted.endswith("▁█  60/s, at most 60/s")
+    assert re.fullmatch(r"pending   ▅{19}█  8, at most 8|pending   ▄{19}█  8, at most 8", pending)
+    assert oldest.endswith("█  9s, at most 9s")
+    assert "/s, at most" in failing
+    assert "COMMITTED" not in "".join(lines)
+    monkeypatch.setattr("txbroker.cli.ops.top.BARS", ("\ud800", "_.:-=+*#"))
+    plain = call("top", "--once", "--url", stub.url).out
+    assert re.search(r"^pending   [=+-]{19}#  8, at most 8$", plain, re.M)
+    assert "60/s" not in call("top", "--once", "-o", "json", "--url", stub.url).out
 
 
 def test_top_once(call: Call, stub: Stub) -> None:

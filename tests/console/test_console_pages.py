@@ -220,9 +220,7 @@ async def test_overview_shows_the_last_hour(service: Service, reader: Reader) ->
     assert "Proxy started" in events
     assert "Took over half partitions 0, 1" in events
     assert seen.links("1h") == ["/?span=1h"]
-    assert "The last 1 h" in (await reader.open("/?span=1h")).text.replace(
-        "\N{NO-BREAK SPACE}", " "
-    )
+    assert "The last hour" in (await reader.open("/?span=1h")).text
 
 
 async def test_group_page_shows_checks_instances_and_policy(
@@ -247,7 +245,7 @@ async def test_group_page_shows_checks_instances_and_policy(
     assert f"till-7 yes 127.0.0.1 {CLIENT}" in instances
     assert instances.endswith(service.proxy.url)
     assert (await reader.open("/group?name=")).status == 400
-    unknown = await reader.open("/group?name=nobody")
+    unknown = await reader.open("/group?name=unknown")
     assert (unknown.status, "No proxy knows this group" in unknown.text) == (200, True)
 
 
@@ -511,7 +509,7 @@ async def every_page(service: Service, reader: Reader) -> list[tuple[str, Any]]:
     paths = [
         "/", "/transactions", "/transactions?state=parked", f"/transactions/{id}",
         f"/transactions/{id}?bodies=1", "/groups", f"/group?name={group}",
-        "/group?name=nobody", "/audit",
+        "/group?name=unknown", "/audit",
         f"/actions/commit?id={id}",
         f"/actions/revive?group={group}", "/transactions/nonsense",
     ]  # fmt: skip

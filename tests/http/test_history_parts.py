@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from txbroker import __version__
 from txbroker.contract.service import (
     CheckReport,
     History,
@@ -19,6 +20,7 @@ from txbroker.contract.service import (
     HistoryRequest,
     OperatorAction,
 )
+from txbroker.proxy.observe.counting import RateCounter
 from txbroker.proxy.observe.history import (
     EVENTS_MAX,
     GROUPS_MAX,
@@ -26,7 +28,6 @@ from txbroker.proxy.observe.history import (
     ProxyHistory,
     joined_history,
 )
-from txbroker.proxy.observe.overview import RateCounter
 
 START_MS = 1_700_000_000_000
 NAMES = tuple(f"group-{number}" for number in range(GROUPS_MAX + 50))
@@ -214,7 +215,7 @@ def test_events_begin_and_end() -> None:
     proxy.run(6)
     events = [(event.kind, event.text, event.group) for event in proxy.read().events]
     assert events == [
-        ("start", "the proxy began", ""),
+        ("start", f"version {__version__}", ""),
         ("takeover", "half partition 0", ""),
         ("problem", "Checks failing", "g"),
         ("problem", "Not ready", ""),

@@ -10,8 +10,9 @@ from txbroker.contract.service import CheckReport, GroupChecks
 from txbroker.door.protocols import Door
 from txbroker.proxy.cluster.broker import Broker
 from txbroker.proxy.console.concerns import problems_of
+from txbroker.proxy.observe.counting import READ_S
 from txbroker.proxy.observe.gauges import AuditMetrics, PartitionGauges
-from txbroker.proxy.observe.history import HistorySources, ProxyHistory
+from txbroker.proxy.observe.history import Actions, HistorySources, ProxyHistory
 from txbroker.proxy.observe.metrics import Metrics
 from txbroker.proxy.observe.overview import GroupStatus, local_overview
 
@@ -48,10 +49,14 @@ class Observation:
                 now_ms=lambda: self._broker.now_ms(),
                 owners=lambda: self._broker.partitions.open().values(),
                 checks=runner.outcomes.take,
-                latencies=metrics.latency_counts,
+                latencies=lambda: {
+                    name: (latency.bounds, latency.counts[""])
+                    for name, latency in metrics.latencies.items()
+                },
                 problems=self._problems,
                 reports=self._reports,
                 instances=sessions.described,
+                actions=self._actions,
             )
         )
         self.status = GroupStatus(
@@ -78,6 +83,13 @@ class Observation:
         owners = broker.partitions.open().values()
         url, readiness, now_ms = broker.partitions.url, broker.readiness(), broker.now_ms()
         return problems_of(local_overview(url, readiness, owners, self.status, now_ms))
+
+    async def _actions(self) -> Actions:
+        until_s = asyncio.get_running_loop().time() + READ_S
+        for owner in self._broker.ledgers():
+            await owner.read_actions(until_s)
+        actions = self._broker.partitions.actions
+        return actions.newest(), actions.since_ms()
 
     def _checks(self, now_ms: int) -> Mapping[str, GroupChecks]:
         return self._runner.outcomes.read(asyncio.get_running_loop().time(), now_ms)

@@ -13,11 +13,8 @@ from txbroker.batching import Sticky
 from txbroker.checkers.groups import Groups
 from txbroker.config.settings import Settings
 from txbroker.contract.service import (
-    HISTORY_STEPS_S,
     Answer,
     DecideRequest,
-    History,
-    HistoryRequest,
     ListRequest,
     Overview,
     PrepareRequest,
@@ -46,7 +43,6 @@ from txbroker.principals import Directory, no_principals
 from txbroker.proxy.cluster.forwarding import merge, new_id
 from txbroker.proxy.cluster.partition_manager import PartitionManager
 from txbroker.proxy.cluster.views import page_of, view
-from txbroker.proxy.observe.actions import READ_S
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.overview import GroupStatus, local_overview
 from txbroker.proxy.observe.tracing import deciding
@@ -125,6 +121,7 @@ class Broker:
         self._keyless: Sticky[int] = Sticky()
         self._groups = groups
         self._status = status
+        self.history = status.past.history
         self._clock = LogTime(round(time.time() * 1000))
         self._targets = PermittedTargets(
             door.targets, settings.own_topics, settings.reserved_topics
@@ -486,20 +483,6 @@ class Broker:
             self._status,
             self.now_ms(),
             self.partitions.own_admin_url,
-        )
-
-    async def history(self, request: HistoryRequest) -> History:
-        """Return what this proxy knows of the last hour."""
-        past = self._status.past
-        history = History(HISTORY_STEPS_S[-1]) if past is None else past.read(request)
-        if not request.actions:
-            return history
-        until_s = asyncio.get_running_loop().time() + READ_S
-        for owner in self.ledgers():
-            await owner.read_actions(until_s)
-        actions = self.partitions.actions
-        return structs.replace(
-            history, actions=actions.newest(), actions_since_ms=actions.since_ms()
         )
 
     def unsettled(self) -> Iterator[tuple[PartitionOwner, Transaction]]:

@@ -12,7 +12,8 @@ from txbroker.proxy.console.formatting import age, clock_of, number, rate
 
 WIDTH, HEIGHT = 1000, 100
 SPANS = {"5m": 300, "15m": 900, "1h": 3600}
-"""What the charts may show, seconds."""
+"""The parts of the last hour that charts show, seconds."""
+SPAN_WORDS = {"5m": "5 minutes", "15m": "15 minutes", "1h": "hour"}
 EVENTS_SHOWN_MAX = 20
 MARKED = frozenset({"start", "takeover", "handover", "problem", "solved"})
 _ROUND = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -79,7 +80,8 @@ def charts_of(history: History, begin_ms: int, end_ms: int) -> list[Chart]:
     step_s = history.step_s
 
     def per_second(count: Callable[[HistoryPoint], int]) -> Value:
-        return lambda point: count(point) / step_s
+        # Nothing is known of a half partition whose owner Kafka does not answer.
+        return lambda point: count(point) / step_s or (None if point.pending is None else 0.0)
 
     drawn = [
         _chart("flow", "Transactions a second", history, (begin_ms, end_ms), rate, [

@@ -7,11 +7,12 @@ is computed later. Transactions are not touched: the sample reads counters and l
 import math
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from msgspec import Struct, structs
 
+from txbroker import __version__
 from txbroker.contract.service import (
     HISTORY_S,
     HISTORY_STEPS_S,
@@ -52,6 +53,13 @@ _LATENCIES = {
 """The metric of each latency; one that does not exist is left out."""
 
 
+Actions: TypeAlias = tuple[tuple[OperatorAction, ...], dict[int, int]]
+
+
+async def _no_actions() -> Actions:
+    return (), {}
+
+
 class HistorySources(Struct, frozen=True):
     """What a history is made of.
 
@@ -61,9 +69,10 @@ class HistorySources(Struct, frozen=True):
         owners: returns the owners of the half partitions that are open here.
         checks: returns the checks of each group since its last call.
         latencies: returns bounds and counts of the buckets of each latency, by the metric's name.
-        problems: returns what is wrong now, as pairs of text and group.
+        problems: returns the present problems, as pairs of text and group.
         reports: returns the last checks of a group, by a time.
         instances: returns the instances of a group that are connected here.
+        actions: returns operators' actions, and by half partition from when on they are known, ms.
     """
 
     url: Callable[[], str]
@@ -74,6 +83,7 @@ class HistorySources(Struct, frozen=True):
     problems: Callable[[], Iterable[tuple[str, str]]] = tuple
     reports: Callable[[str, int], Sequence[CheckReport]] = lambda _group, _now_ms: ()
     instances: Callable[[str], Sequence[InstanceOverview]] = lambda _group: ()
+    actions: Callable[[], Awaitable[Actions]] = _no_actions
 
 
 class _Ring:
@@ -111,7 +121,7 @@ class _Ring:
 
 
 class _Sample(NamedTuple):
-    """What happened since the last sample, as pairs of place and number, and what is now."""
+    """Counts since the last sample, as pairs of place and number, and the present values."""
 
     counts: Sequence[tuple[int, int]]
     pending: float
@@ -190,7 +200,7 @@ class ProxyHistory:
         # The clock may go back; steps never do.
         second = self._second = max(self._second, now_ms // 1000)
         if not self._looked_s:
-            self._note(now_ms, "start", "the proxy began")
+            self._note(now_ms, "start", f"version {__version__}")
             self._looked_s = second
         owners = list(self._sources.owners())
         self._note_owned(now_ms, frozenset(owner.partition for owner in owners))
@@ -290,8 +300,16 @@ class ProxyHistory:
             return None
         return _slope(points)
 
+    async def history(self, request: HistoryRequest) -> History:
+        """Return the history of this proxy, without percentiles yet."""
+        history = self.read(request)
+        if not request.actions:
+            return history
+        actions, since_ms = await self._sources.actions()
+        return structs.replace(history, actions=actions, actions_since_ms=since_ms)
+
     def read(self, request: HistoryRequest) -> History:
-        """Return what this proxy knows; without a percentile yet."""
+        """Return the history of this proxy without operators' actions."""
         now_ms = self._sources.now_ms()
         since_s = min(max(request.since_s, 1.0), float(HISTORY_S))
         number = _step_number(since_s, request.step_s)
@@ -366,8 +384,8 @@ class ProxyHistory:
 
 
 def _read(owners: Sequence[ObservedPartition]) -> tuple[dict[str, _Group], int, bool]:
-    """Return what happened in each group, how many transactions were lost, and whether what is now
-    is known: Kafka answers all owners, and none is suspended."""
+    """Return the counts of each group, how many transactions were lost, and whether present values
+    are known: Kafka answers all owners, and none is suspended."""
     groups: dict[str, _Group] = {}
     lost, current = 0, True
     for owner in owners:

@@ -3,8 +3,7 @@
 Overviews and gauges read counters that the ledgers keep, and walk no transactions, so that a scrape
 takes milliseconds even with a million pending transactions."""
 
-import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -13,6 +12,7 @@ from msgspec import Struct, structs
 
 from txbroker import __version__
 from txbroker.contract.service import (
+    HISTORY_STEPS_S,
     INSTANCES_SHOWN_MAX,
     OVERVIEW_GROUPS_MAX,
     PARKED_ANSWERS_MAX,
@@ -27,81 +27,13 @@ from txbroker.contract.service import (
     PartitionOverview,
     PartitionState,
     ProxyOverview,
-    Rates,
     Readiness,
 )
 from txbroker.core.ledger import Ledger
+from txbroker.proxy.observe.counting import RateCounter
 
-WINDOW_S = 10.0
-"""Rates are averages over about this time, seconds."""
-TAKEN_MAX = 100_000
-"""Transactions whose group waits to be counted: those of a second."""
 PARKED_LOOKED_AT_MAX = 1000
 """Parked transactions of a half partition whose last answers an overview counts."""
-
-
-class _Sample(NamedTuple):
-    at_s: float
-    prepared: int
-    decided: int
-    promoted: int
-
-
-class RateCounter:
-    """Counts the transactions of one half partition.
-
-    Attributes:
-        prepared, decided, promoted: transactions so far; the caller adds to them.
-        prepared_by, decided_by, promoted_by: their groups since the last `take`; the caller
-            extends them.
-        lost: transactions that lost their half messages since the last `take`.
-    """
-
-    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self.prepared = self.decided = self.promoted = self.lost = 0
-        self.prepared_by: deque[str] = deque(maxlen=TAKEN_MAX)
-        self.decided_by: deque[str] = deque(maxlen=TAKEN_MAX)
-        self.promoted_by: deque[str] = deque(maxlen=TAKEN_MAX)
-        self._clock_s = clock_s
-        self._samples: deque[_Sample] = deque([self._now()])
-
-    def sample(self) -> None:
-        now = self._now()
-        self._samples.append(now)
-        # The first sample kept is the last one before the window.
-        while len(self._samples) > 1 and self._samples[1].at_s <= now.at_s - WINDOW_S:
-            self._samples.popleft()
-
-    def per_second(self) -> Rates:
-        now = self._now()
-        # Samples are late while Kafka does not answer; the newest one before the window is the
-        # most accurate start.
-        before = self._samples[0]
-        for sample in self._samples:
-            if sample.at_s > now.at_s - WINDOW_S:
-                break
-            before = sample
-        passed_s = now.at_s - before.at_s
-        if passed_s <= 0:
-            return Rates()
-        return Rates(
-            (now.prepared - before.prepared) / passed_s,
-            (now.decided - before.decided) / passed_s,
-            (now.promoted - before.promoted) / passed_s,
-        )
-
-    def take(self) -> tuple[list[Counter[str]], int]:
-        """Return transactions prepared, decided and promoted since the last call by group, and
-        those lost."""
-        queues = (self.prepared_by, self.decided_by, self.promoted_by)
-        counts = [Counter(queue) for queue in queues]
-        for queue in queues:
-            queue.clear()
-        lost, self.lost = self.lost, 0
-        return counts, lost
-
-    def _now(self) -> _Sample:
-        return _Sample(self._clock_s(), self.prepared, self.decided, self.promoted)
 
 
 class ObservedKafka(Protocol):
@@ -157,6 +89,33 @@ UNREACHABLE = "unreachable"
 _NOT_OURS = frozenset({PartitionState.ELSEWHERE, PartitionState.NONE})
 
 
+class Past(Protocol):
+    """The last hour, as a proxy observed it."""
+
+    def lost(self) -> int:
+        """Return how many transactions were found without their half messages."""
+
+    def growth_per_s(self, group: str) -> float | None:
+        """Return by how much the pending transactions of a group grow, on average of the last 15
+        minutes; None if they were not observed that long."""
+
+    async def history(self, request: HistoryRequest) -> History:
+        """Return the history of this proxy."""
+
+
+class NoPast:
+    """The last hour of a proxy that does not observe itself."""
+
+    def lost(self) -> int:
+        return 0
+
+    def growth_per_s(self, group: str) -> float | None:
+        return None
+
+    async def history(self, request: HistoryRequest) -> History:
+        return History(HISTORY_STEPS_S[-1])
+
+
 class GroupStatus(Struct, frozen=True):
     """Sources of what a proxy knows of groups and files.
 
@@ -169,7 +128,7 @@ class GroupStatus(Struct, frozen=True):
         check_urls: returns the groups that can be asked at a URL.
         audits: returns the newest results of audits.
         retention: returns the retention of half messages and the headroom, as in `ProxyOverview`.
-        past: what is known of the last hour.
+        past: the last hour.
     """
 
     connected: Callable[[], Mapping[str, Sequence[str]]] = dict
@@ -180,21 +139,7 @@ class GroupStatus(Struct, frozen=True):
     check_urls: Callable[[], Collection[str]] = frozenset
     audits: Callable[[], Iterable[AuditOverview]] = tuple
     retention: Callable[[], tuple[float | None, float | None]] = lambda: (None, None)
-    past: "Past | None" = None
-
-
-class Past(Protocol):
-    """What a proxy knows of the last hour."""
-
-    def lost(self) -> int:
-        """Return how many transactions were found without their half messages."""
-
-    def growth_per_s(self, group: str) -> float | None:
-        """Return by how much the pending transactions of a group grow, on average of the last 15
-        minutes; None if they were not observed that long."""
-
-    def read(self, request: HistoryRequest) -> History:
-        """Return what it knows."""
+    past: Past = NoPast()
 
 
 # --- of one proxy ----------------------------------------------------------------------------
@@ -298,7 +243,7 @@ def _proxy(
         kafka_silent_since_ms=min(silent.values(), default=None),
         kafka_why=whys[0] if whys else "",
         kafka_partitions=tuple(silent),
-        lost_last_hour=0 if status.past is None else status.past.lost(),
+        lost_last_hour=status.past.lost(),
         half_retention_s=retention_s,
         half_retention_headroom_s=headroom_s,
     )
@@ -311,7 +256,7 @@ def _completed(groups: Sequence[GroupOverview], status: GroupStatus) -> tuple[Gr
         structs.replace(
             group,
             check_url=group.group in urls,
-            pending_growth_per_s=None if past is None else past.growth_per_s(group.group),
+            pending_growth_per_s=past.growth_per_s(group.group),
         )
         for group in groups
     )

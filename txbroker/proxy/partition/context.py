@@ -28,9 +28,8 @@ from txbroker.door.own_topics import foreign_why
 from txbroker.door.protocols import ForeignRecord, PartitionDoor, Targets
 from txbroker.errors import NewerRecord, OwnerUnavailable
 from txbroker.principals import Directory, no_principals
-from txbroker.proxy.observe.actions import OperatorActions
+from txbroker.proxy.observe.counting import OperatorActions, RateCounter
 from txbroker.proxy.observe.logging import get_logger
-from txbroker.proxy.observe.overview import RateCounter
 from txbroker.proxy.partition.clock import LogTime, TxnLimiter
 
 log = get_logger(__name__)

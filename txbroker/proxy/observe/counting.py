@@ -1,16 +1,19 @@
-"""Operators' actions as the owners of half partitions applied them, in bounded memory.
+"""Counts and notes that owners make as they work, in bounded memory: transactions for rates, and
+operators' actions.
 
-An owner notes what it applies, in its replay too. What is older than the snapshot from which it
-began is read from the operation topic when an operator wants to see it.
+An owner notes the actions that it applies, in its replay too. Those before the snapshot from which
+it began are read from the operation topic when an operator wants to see them.
 """
 
 import asyncio
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, MutableSequence, Sequence
+from typing import NamedTuple
 
 from msgspec import Struct
 
-from txbroker.contract.service import OperatorAction
+from txbroker.contract.service import OperatorAction, Rates
 from txbroker.core.decoding import decode_marker
 from txbroker.core.encoding import MarkerRow, Row
 from txbroker.core.ledger import ApplyResult, Effect
@@ -19,6 +22,10 @@ from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Log, LogTruncated
 from txbroker.errors import KafkaUnavailable
 
+WINDOW_S = 10.0
+"""Rates are averages over about this time, seconds."""
+TAKEN_MAX = 100_000
+"""Transactions whose group waits to be counted: those of a second."""
 ACTIONS_MAX = 1000
 SAME_MS = 60_000
 """Actions on several transactions within this time are one, if all but the transaction is equal."""
@@ -29,6 +36,73 @@ READ_S = 1.0
 """How long one view reads older records, seconds; the next one continues."""
 CHUNK = 10_000
 """Records that are read at a time, backwards."""
+
+
+class _Sample(NamedTuple):
+    at_s: float
+    prepared: int
+    decided: int
+    promoted: int
+
+
+class RateCounter:
+    """Counts the transactions of one half partition.
+
+    Attributes:
+        prepared, decided, promoted: transactions so far; the caller adds to them.
+        prepared_by, decided_by, promoted_by: their groups since the last `take`; the caller
+            extends them.
+        lost: transactions that lost their half messages since the last `take`.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self.prepared = self.decided = self.promoted = self.lost = 0
+        self.prepared_by: deque[str] = deque(maxlen=TAKEN_MAX)
+        self.decided_by: deque[str] = deque(maxlen=TAKEN_MAX)
+        self.promoted_by: deque[str] = deque(maxlen=TAKEN_MAX)
+        self._clock_s = clock_s
+        self._samples: deque[_Sample] = deque([self._now()])
+
+    def sample(self) -> None:
+        now = self._now()
+        self._samples.append(now)
+        # The first sample kept is the last one before the window.
+        while len(self._samples) > 1 and self._samples[1].at_s <= now.at_s - WINDOW_S:
+            self._samples.popleft()
+
+    def per_second(self) -> Rates:
+        now = self._now()
+        # Samples are late while Kafka does not answer; the newest one before the window is the
+        # most accurate start.
+        before = self._samples[0]
+        for sample in self._samples:
+            if sample.at_s > now.at_s - WINDOW_S:
+                break
+            before = sample
+        passed_s = now.at_s - before.at_s
+        if passed_s <= 0:
+            return Rates()
+        return Rates(
+            (now.prepared - before.prepared) / passed_s,
+            (now.decided - before.decided) / passed_s,
+            (now.promoted - before.promoted) / passed_s,
+        )
+
+    def take(self) -> tuple[list[Counter[str]], int]:
+        """Return transactions prepared, decided and promoted since the last call by group, and
+        those lost."""
+        queues = (self.prepared_by, self.decided_by, self.promoted_by)
+        counts = [Counter(queue) for queue in queues]
+        for queue in queues:
+            queue.clear()
+        lost, self.lost = self.lost, 0
+        return counts, lost
+
+    def _now(self) -> _Sample:
+        return _Sample(self._clock_s(), self.prepared, self.decided, self.promoted)
+
+
+# --- operators' actions ----------------------------------------------------------------------
 
 
 class _Seen(Struct):
