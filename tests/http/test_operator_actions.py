@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec import structs
 
-from txbroker.core.encoding import encode_marker, marker_row
-from txbroker.core.ledger import ApplyResult, Effect
+from txbroker.core.encoding import encode_marker
 from txbroker.core.records import LOG_VERSION, Marker, MarkerKind, Record, Source
 from txbroker.errors import KafkaUnavailable
 from txbroker.proxy.observe import counting as module
@@ -48,9 +48,8 @@ class Log:
 
 
 def applied(actions: OperatorActions, made: Marker, at_ms: int) -> None:
-    transaction: Any = type("T", (), {"half": type("H", (), {"group": "g"})})
-    outcome = ApplyResult(Effect.APPLIED, transaction)
-    actions.applied_run([marker_row(made)], [outcome], at_ms)
+    transaction: Any = SimpleNamespace(half=SimpleNamespace(group="g"))
+    actions.applied(record(0, made, at_ms), transaction)
 
 
 def test_bulk_action_is_one_entry() -> None:

@@ -8,15 +8,13 @@ it began are read from the operation topic when an operator wants to see them.
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence
 from typing import NamedTuple
 
 from msgspec import Struct
 
 from txbroker.contract.service import OperatorAction, Rates
 from txbroker.core.decoding import decode_marker
-from txbroker.core.encoding import MarkerRow, Row
-from txbroker.core.ledger import ApplyResult, Effect
 from txbroker.core.records import Marker, MarkerKind, Record, Source
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Log, LogTruncated
@@ -142,15 +140,11 @@ class OperatorActions:
         """Note a record of the operation topic that was read and applied."""
         marker = _operators(record)
         if marker is not None:
-            _note(self._actions, marker, transaction.half.group, record.timestamp_ms)
+            self.note(marker, transaction.half.group, record.timestamp_ms)
 
-    def applied_run(self, rows: Sequence[Row], outcomes: Sequence[ApplyResult], at_ms: int) -> None:
-        """Note the rows of the operation topic that were appended and applied together."""
-        for row, outcome in zip(rows, outcomes, strict=True):
-            if not isinstance(row, MarkerRow) or not _is_operators(row.marker):
-                continue
-            if outcome.effect is Effect.APPLIED and outcome.transaction is not None:
-                _note(self._actions, row.marker, outcome.transaction.half.group, at_ms)
+    def note(self, marker: Marker, group: str, at_ms: int) -> None:
+        """Note an operator's marker that was applied."""
+        _note(self._actions, marker, group, at_ms)
 
     # --- older ones --------------------------------------------------------------------------
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from msgspec import Struct, structs
 
-from txbroker.core.encoding import BATCH_OVERHEAD_BYTES, Row
+from txbroker.core.encoding import BATCH_OVERHEAD_BYTES, MarkerRow, Row
 from txbroker.core.ledger import ApplyResult, Effect
-from txbroker.core.records import Anchor, Record
+from txbroker.core.records import Anchor, MarkerKind, Record, Source
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Appended, AppendRefused, AppendUnknown, Log, LogTruncated
 from txbroker.errors import (
@@ -50,6 +50,10 @@ class Priority(Enum):
     """A client waits: prepares in the half topic, decisions in the operation topic."""
     SCHEDULE = "schedule"
     """Markers of checks and of their results."""
+
+
+# An attribute of an enumeration costs as much as the rest of a test.
+_OPERATOR, _CHECK = Source.OPERATOR, MarkerKind.CHECK
 
 
 class LogReplica:
@@ -98,13 +102,16 @@ class LogReplica:
             offset += len(row.records)
             if outcome.effect is Effect.APPLIED and outcome.transaction is not None:
                 changed.append(outcome.transaction)
+                if isinstance(row, MarkerRow):
+                    # Without a call for each marker: few are an operator's.
+                    marker = row.marker
+                    if marker.source is _OPERATOR or (marker.kind is _CHECK and marker.by):
+                        self._actions.note(marker, outcome.transaction.half.group, timestamp_ms)
             else:
                 last = structs.replace(row.records[-1], offset=offset - 1)
                 self._context.unchanged(self.topic, outcome, last)
         if changed:
             self._context.changed(changed)
-            if self.topic == "op":
-                self._actions.applied_run(rows, outcomes, timestamp_ms)
         return outcomes
 
 
