@@ -37,6 +37,8 @@ EVENTS_MAX = 500
 TEXT_MAX = 200
 PROBLEMS_EVERY_S = 5
 """Interval at which problems that begin or end are looked for."""
+LOOKED_AT_MAX, LOOK_EVERY_S = 1000, 10
+"""With more groups, the oldest of all is looked for at this interval only, seconds."""
 GROWTH_S, GROWTH_MIN_S = 900, 600
 """The window of the growth, and the least of it that must have been observed, seconds."""
 
@@ -155,7 +157,7 @@ class _Series:
 
 
 class _Group:
-    """What a sample brings of one group."""
+    """The part of a sample that is about one group, or about all."""
 
     __slots__ = ("counts", "oldest_ms", "parked", "pending")
 
@@ -163,6 +165,83 @@ class _Group:
         self.counts: Counter[int] = Counter()
         self.pending = self.parked = 0
         self.oldest_ms: int | None = None
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.counts or self.pending or self.parked)
+
+    def waits_since(self, at_ms: int | None) -> None:
+        if at_ms is not None and (self.oldest_ms is None or at_ms < self.oldest_ms):
+            self.oldest_ms = at_ms
+
+
+class _Reading:
+    """Reads the owners for one sample: all groups together, and those that have a series or may get
+    one, so that it hardly costs more with ten thousand groups.
+
+    Attributes:
+        oldest_ms: when the oldest pending transaction of each half partition was prepared.
+        current: present values are known: Kafka answers all owners, and none is suspended.
+    """
+
+    def __init__(self, known: Mapping[str, _Series], second: int) -> None:
+        self.whole = _Group()
+        # One that was busy within the longest step: its row must not keep old values.
+        self.groups = {
+            name: _Group()
+            for name, series in known.items()
+            if series.active_s >= second - HISTORY_STEPS_S[-1]
+        }
+        self.oldest_ms: dict[int, int | None] = {}
+        self.current = True
+        self._known = known
+        self._second = second
+        self._room = GROUPS_MAX
+
+    def _group(self, name: str) -> _Group | None:
+        group = self.groups.get(name)
+        if group is None and (self._room or name in self._known):
+            group = self.groups[name] = _Group()
+            if name not in self._known:
+                self._room -= 1
+        return group
+
+    def count(self, name: str, counts: Iterable[tuple[int, int]]) -> None:
+        """Add counts of a group, as pairs of place and number."""
+        found = {place: number for place, number in counts if number}
+        self.whole.counts.update(found)
+        group = self._group(name)
+        if group is not None:
+            group.counts.update(found)
+
+    def read(self, owner: ObservedPartition, oldest_ms: int | None) -> None:
+        """Add an owner. `oldest_ms` is used while there are too many groups to look at each."""
+        whole, index = self.whole, owner.ledger.index
+        taken, lost = owner.rates.take()
+        whole.counts[_WIDTH] += lost
+        for place, counts in enumerate(taken):
+            for name, number in counts.items():
+                self.count(name, ((place, number),))
+        if owner.suspended_since_ms is not None or owner.kafka.silent_since_ms(owner.now_ms()):
+            self.current = False
+        pending, parked = index.pending_by_group, index.parked_by_group
+        whole.pending += sum(pending.values())
+        whole.parked += sum(parked.values())
+        all_looked_at = len(pending) <= LOOKED_AT_MAX or self._second % LOOK_EVERY_S == 0
+        if all_looked_at:
+            known = (index.oldest_pending_ms(name) for name in pending)
+            oldest_ms = min((at_ms for at_ms in known if at_ms is not None), default=None)
+        self.oldest_ms[owner.partition] = oldest_ms
+        whole.waits_since(oldest_ms)
+        for name, number in pending.items():
+            group = self._group(name)
+            if group is not None:
+                group.pending += number
+                group.waits_since(index.oldest_pending_ms(name))
+        for name, number in parked.items():
+            group = self._group(name)
+            if group is not None:
+                group.parked += number
 
 
 class ProxyHistory:
@@ -174,8 +253,7 @@ class ProxyHistory:
         self._places: dict[str, int] = {}
         self._bounds: dict[str, tuple[float, ...]] = {}
         self._before: dict[str, list[int]] = {}
-        width = _WIDTH + 1
-        self._lost_at = _WIDTH
+        width = _WIDTH + 1  # with the lost ones
         for name, metric in _LATENCIES.items():
             found = sources.latencies().get(metric)
             if found is not None:
@@ -190,6 +268,7 @@ class ProxyHistory:
         self._owned: frozenset[int] = frozenset()
         self._moved_s = 0
         self._problems: dict[tuple[str, str], None] = {}
+        self._oldest_ms: dict[int, int | None] = {}
         self._looked_s = 0
 
     # --- sampling ----------------------------------------------------------------------------
@@ -204,30 +283,24 @@ class ProxyHistory:
             self._looked_s = second
         owners = list(self._sources.owners())
         self._note_owned(now_ms, frozenset(owner.partition for owner in owners))
-        groups, lost, current = _read(owners)
+        reading = _Reading(self._groups, second)
+        for owner in owners:
+            reading.read(owner, self._oldest_ms.get(owner.partition))
         for name, counts in self._sources.checks().items():
-            groups.setdefault(name, _Group()).counts.update(
-                {place: number for place, number in enumerate(counts, 3) if number}
-            )
-        total: Counter[int] = Counter()
-        for group in groups.values():
-            total.update(group.counts)
-        total[self._lost_at] += lost
+            reading.count(name, enumerate(counts, 3))
+        whole = reading.whole
         for name, at in self._places.items():
-            total.update({at + place: number for place, number in self._fresh(name)})
-        whole = _Group()
-        whole.counts = total
-        whole.pending = sum(group.pending for group in groups.values())
-        whole.parked = sum(group.parked for group in groups.values())
-        whole.oldest_ms = min(
-            (g.oldest_ms for g in groups.values() if g.oldest_ms is not None), default=None
-        )
-        self._all.add(second, _sample(whole, now_ms, current))
-        for name, group in groups.items():
-            series = self._groups.get(name) or self._admit(name, second)
+            whole.counts.update({at + place: number for place, number in self._fresh(name)})
+        self._oldest_ms = reading.oldest_ms
+        self._all.add(second, _sample(whole, now_ms, reading.current))
+        for name, group in reading.groups.items():
+            series = self._groups.get(name)
+            if group.busy:
+                series = series or self._admit(name, second)
+                if series is not None:
+                    series.active_s = second
             if series is not None:
-                series.active_s = second
-                series.add(second, _sample(group, now_ms, current))
+                series.add(second, _sample(group, now_ms, reading.current))
         if second - self._looked_s >= PROBLEMS_EVERY_S:
             self._looked_s = second
             self._note_problems(now_ms)
@@ -283,7 +356,7 @@ class ProxyHistory:
     def lost(self) -> int:
         """Return how many transactions lost their half messages in the last hour."""
         rows = self._rows(self._all.rings[-1], HISTORY_S)
-        return round(sum(row[self._lost_at] for _, row in rows))
+        return round(sum(row[_WIDTH] for _, row in rows))
 
     def growth_per_s(self, group: str) -> float | None:
         """Return the growth of a group's pending transactions; None if it is not known, as after
@@ -381,32 +454,6 @@ class ProxyHistory:
     def nbytes(self) -> int:
         """Bytes of the rings."""
         return sum(r.nbytes for s in (self._all, *self._groups.values()) for r in s.rings)
-
-
-def _read(owners: Sequence[ObservedPartition]) -> tuple[dict[str, _Group], int, bool]:
-    """Return the counts of each group, how many transactions were lost, and whether present values
-    are known: Kafka answers all owners, and none is suspended."""
-    groups: dict[str, _Group] = {}
-    lost, current = 0, True
-    for owner in owners:
-        taken, lost_here = owner.rates.take()
-        lost += lost_here
-        for place, counts in enumerate(taken):
-            for name, number in counts.items():
-                groups.setdefault(name, _Group()).counts[place] += number
-        now_ms = owner.now_ms()
-        if owner.suspended_since_ms is not None or owner.kafka.silent_since_ms(now_ms) is not None:
-            current = False
-        index = owner.ledger.index
-        for name, number in index.pending_by_group.items():
-            group = groups.setdefault(name, _Group())
-            group.pending += number
-            oldest_ms = index.oldest_pending_ms(name)
-            if oldest_ms is not None and (group.oldest_ms or oldest_ms) >= oldest_ms:
-                group.oldest_ms = oldest_ms
-        for name, number in index.parked_by_group.items():
-            groups.setdefault(name, _Group()).parked += number
-    return groups, lost, current
 
 
 def _sample(group: _Group, now_ms: int, current: bool) -> _Sample:
