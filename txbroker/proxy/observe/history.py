@@ -564,20 +564,27 @@ def _known_sum(one: int | None, other: int | None) -> int | None:
 
 
 def _with_latency(point: HistoryPoint, bounds: Mapping[str, Sequence[float]]) -> HistoryPoint:
+    if not point.buckets:
+        return point
     latency = {
-        name: Latency(sum(counts), _percentile(counts, bounds[name], 0.5),
-                      _percentile(counts, bounds[name], 0.99))
+        name: _latency(counts, bounds[name])
         for name, counts in point.buckets.items()
         if name in bounds and len(counts) == len(bounds[name]) + 1
-    }  # fmt: skip
+    }
     return structs.replace(point, latency=latency, buckets={})
 
 
-def _percentile(counts: Sequence[int], bounds: Sequence[float], part: float) -> float:
-    """Return a percentile within its bucket by linear interpolation; above the last bound, that."""
-    rank, below, lower = part * sum(counts), 0, 0.0
-    for count, upper in zip(counts, bounds, strict=False):
-        if count and below + count >= rank:
-            return round(lower + (upper - lower) * (rank - below) / count, 6)
-        below, lower = below + count, upper
-    return bounds[-1]
+def _latency(counts: Sequence[int], bounds: Sequence[float]) -> Latency:
+    """Return percentiles, within their buckets by linear interpolation; above the last bound, that
+    bound."""
+    total = sum(counts)
+    found = []
+    for rank in (0.5 * total, 0.99 * total):
+        below, lower, value = 0, 0.0, bounds[-1]
+        for count, upper in zip(counts, bounds, strict=False):
+            if below + count >= rank:
+                value = lower + (upper - lower) * (rank - below) / count
+                break
+            below, lower = below + count, upper
+        found.append(round(value, 6))
+    return Latency(total, *found)
