@@ -9,6 +9,7 @@ from txbroker.checkers.base import (
     CheckCall,
     Unclear,
     Unreached,
+    shortened,
 )
 from txbroker.contract.json import (
     MessageError,
@@ -22,6 +23,9 @@ from txbroker.core.records import Decision, Message, bounded_later_s
 
 NOT_HANDLED = frozenset({429, 502, 503})
 """By contract the question was not handled: the attempt is given back."""
+
+TEXT_BYTES_MAX = 1024
+"""Bytes that are read of an error's body: 200 characters have at most 800."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _encode_json = msgspec.json.Encoder().encode
@@ -77,12 +81,12 @@ def read_answer(body: bytes, id: str, messages_max: int | None = None) -> Answer
     """Return the result in the body of a 200 for transaction `id`, with at most `messages_max`
     messages.
 
-    Any deviation from the contract is unclear; the detail never repeats the body.
+    Any deviation from the contract is unclear; the detail never repeats the body, `text` does.
     """
     try:
         fields = _fields(body)
         if "id" in fields and _value(fields["id"], "id") not in (None, id):
-            return Unclear("the answer names another transaction")
+            raise _Malformed("the answer names another transaction")
         decision = _decision(fields.get("decision"))
         if decision is Decision.COMMIT:
             return Answered(
@@ -90,9 +94,16 @@ def read_answer(body: bytes, id: str, messages_max: int | None = None) -> Answer
             )
         again = _ask_again(fields.get("ask_again_s")) if decision is Decision.UNKNOWN else None
     except _Malformed as problem:
-        return Unclear(str(problem))
+        return Unclear(str(problem), text_of(body))
     detail = str(decision) if again is None else f"not yet, again in {again:g} s"
-    return Answered(decision, again, None, detail)
+    # More than the contract asks for is a reason.
+    text = text_of(body) if again is None and fields.keys() - {"decision", "id"} else ""
+    return Answered(decision, again, None, detail, text)
+
+
+def text_of(body: bytes) -> str:
+    """Return the beginning of an answer as text that is safe to show."""
+    return shortened(" ".join(body[:TEXT_BYTES_MAX].decode(errors="replace").split()))
 
 
 def _fields(body: bytes) -> dict[str, msgspec.Raw]:

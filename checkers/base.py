@@ -44,13 +44,16 @@ class CheckCall(Struct, frozen=True):
 class Answered(Struct, frozen=True):
     """The group answered. `unknown` with `ask_again_s` is a deliberate "not yet".
 
-    `detail` is a short text for the next marker and the transaction's timeline.
+    `detail` is a short text for the next marker and the transaction's timeline; `text` is the
+    beginning of an endpoint's body. It stays in memory and is shown to readers only: a producer,
+    who can register any check URL, must not read with it what that URL serves.
     """
 
     decision: Decision
     ask_again_s: float | None = None
     messages: tuple[Message, ...] | None = None
     detail: str = ""
+    text: str = ""
 
 
 class Unreached(Struct, frozen=True):
@@ -60,9 +63,10 @@ class Unreached(Struct, frozen=True):
 
 
 class Unclear(Struct, frozen=True):
-    """The question may have reached an instance: the attempt counts."""
+    """The question may have reached an instance: the attempt counts. `text` as in `Answered`."""
 
     detail: str
+    text: str = ""
 
 
 CheckResult: TypeAlias = Answered | Unreached | Unclear

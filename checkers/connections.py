@@ -320,6 +320,18 @@ class Exchange:
             raise NoAnswer(NOT_HTTP)
         return bytes(body)
 
+    async def beginning(self, size: int, wait_s: float) -> bytes:
+        """Return about `size` bytes of the answer's body, after `head`, or what came within
+        `wait_s` seconds. The connection cannot be used again."""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(wait_s):
+                while len(body) < size and isinstance(event := await self._event(), h11.Data):
+                    body += event.data
+        except (TimeoutError, NoAnswer):
+            pass
+        return bytes(body[:size])
+
     @property
     def reusable(self) -> bool:
         """True if the connection can carry another request, after `body`."""

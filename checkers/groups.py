@@ -62,6 +62,10 @@ class Groups:
         yield from self.policies
         yield from self._problems.keys() - self.policies.keys()
 
+    def with_url(self) -> frozenset[str]:
+        """Return the groups with a check URL."""
+        return frozenset(name for name, policy in self.policies.items() if policy.check_url)
+
     def list(self) -> list[tuple[str, GroupPolicy]]:
         """Return all groups with usable policies, by name."""
         return sorted(self.policies.items())

@@ -59,6 +59,8 @@ class HttpLimits(Struct, frozen=True):
 
 
 DEFAULT_LIMITS = HttpLimits()
+ERROR_BODY_S = 1.0
+"""How long a check waits for the text of an error, seconds: operators see it, nothing else does."""
 
 
 class HttpChecks:
@@ -341,20 +343,27 @@ class HttpChannel:
         return asyncio.get_running_loop().create_task(self._result(exchange, call.id, timeout_s))
 
     async def _result(self, exchange: Exchange, id: str, timeout_s: float) -> CheckResult:
+        result: CheckResult | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 head = await exchange.head()
                 result = answers.by_status(head.status_code)
+                if any(
+                    name == b"content-encoding" and value.strip().lower() != b"identity"
+                    for name, value in head.headers
+                ):
+                    why = "the answer is compressed, though identity was asked for"
+                    return result or Unclear(why)
+                if isinstance(result, Unclear):
+                    text = await exchange.beginning(answers.TEXT_BYTES_MAX, ERROR_BODY_S)
+                    return Unclear(result.detail, answers.text_of(text))
                 if result is not None:
                     return result
-                for name, value in head.headers:
-                    if name == b"content-encoding" and value.strip().lower() != b"identity":
-                        return Unclear("the answer is compressed, though identity was asked for")
                 body = await exchange.body()
         except TimeoutError:
-            return Unclear(f"no answer within {timeout_s:g} s")
+            return result or Unclear(f"no answer within {timeout_s:g} s")
         except NoAnswer as error:
-            return Unclear(str(error))
+            return result or Unclear(str(error))
         self._reusable = exchange.reusable
         return answers.read_answer(body, id, self._request.messages_max)
 

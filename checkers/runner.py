@@ -35,6 +35,7 @@ from txbroker.checkers.base import (
     already,
     shortened,
 )
+from txbroker.checkers.outcomes import CheckOutcomes
 from txbroker.checkers.queues import CallBudget, GroupQueue, QueuedCheck, Timer
 from txbroker.core.records import CheckReason
 from txbroker.core.settled import ShareOf, own_share, share_max
@@ -97,6 +98,9 @@ class CheckRunner:
         share_of: returns the share that a group belongs to: no share gets all calls.
         jitter: returns a random number from 0 to 1 for each back-off.
         later: the timer of a back-off; None: the event loop's.
+
+    Attributes:
+        outcomes: what the checks of each group brought, for operators.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class CheckRunner:
         self._limits = limits
         self._jitter = jitter
         self._later = later or _call_later
+        self.outcomes = CheckOutcomes()
         self._groups: dict[str, GroupQueue] = {}
         self._checks: dict[tuple[CheckOwner, str], QueuedCheck] = {}
         self._all = CallBudget("", limits.first_calls_max, limits.parallel_total_max)
@@ -387,8 +392,9 @@ class CheckRunner:
             return
         self._failed(group, check.era, channel.detail)
         self._finish([check], again=[check])
-        took_s = asyncio.get_running_loop().time() - check.began_s
-        self._metrics.checks_ended(group.name, "unreachable", [took_s])
+        now_s = asyncio.get_running_loop().time()
+        self._metrics.checks_ended(group.name, "unreachable", [now_s - check.began_s])
+        self.outcomes.count(group.name, "unreachable", 1, now_s)
 
     async def _attempt(self, owner: CheckOwner, checks: list[QueuedCheck]) -> None:
         """Write the markers of a run of one owner, and ask."""
@@ -444,13 +450,13 @@ class CheckRunner:
         """Count results and report them to their owners, in one run per owner. An answer with
         messages, which the owner must examine, is a run alone."""
         now_s = asyncio.get_running_loop().time()
-        durations: defaultdict[tuple[GroupQueue, str], list[float]] = defaultdict(list)
+        ended: defaultdict[tuple[GroupQueue, str], list[QueuedCheck]] = defaultdict(list)
         runs: defaultdict[tuple[CheckOwner, QueuedCheck | None], list[QueuedCheck]] = defaultdict(
             list
         )
         for check in checks:
             result, group = check.result, check.group
-            durations[group, outcome_of(result)].append(now_s - check.began_s)
+            ended[group, outcome_of(result)].append(check)
             if isinstance(result, Unreached):
                 self._failed(group, check.era, result.detail)
             elif group.failures or group.timer is not None:
@@ -464,8 +470,11 @@ class CheckRunner:
                 free += run
             self._spawn(self._report(owner, run))
         self._free(free)
-        for (group, outcome), took_s in durations.items():
+        for (group, outcome), same in ended.items():
+            took_s = [now_s - check.began_s for check in same]
             self._metrics.checks_ended(group.name, outcome, took_s)
+            self.outcomes.count(group.name, outcome, len(same), now_s)
+            self.outcomes.remember(group.name, outcome, same, now_s)
 
     def _may_free(self, run: list[QueuedCheck]) -> bool:
         """Return True if slots may be freed before the results are written: if no check of the run

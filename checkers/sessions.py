@@ -10,6 +10,7 @@ from typing import Protocol, TypeAlias
 from txbroker.checkers import base
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
 from txbroker.contract import frames as wire
+from txbroker.contract.service import INSTANCES_SHOWN_MAX, InstanceOverview
 from txbroker.core.records import Decision, bounded_later_s
 from txbroker.net.timers import Deadlines
 
@@ -32,6 +33,16 @@ class CheckableSession(Protocol):
     @property
     def principal_name(self) -> str:
         """The principal of its credential, "" if none is required."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """From where it is connected."""
+        ...
+
+    @property
+    def client(self) -> str:
+        """The library that the process names, "" if it names none."""
         ...
 
     @property
@@ -193,6 +204,14 @@ class SessionRegistry:
     def instances(self) -> dict[str, tuple[str, ...]]:
         """Return the instances of each group that can be asked about any of its transactions."""
         return self._named(lambda entry: entry.checks)
+
+    def described(self, group: str) -> list[InstanceOverview]:
+        """Return the sessions of a group, some of them if there are very many."""
+        sessions = [entry.session for entry in self._groups.get(group, ())]
+        return [
+            InstanceOverview(one.instance, one.address, one.client, one.checks)
+            for one in sessions[:INSTANCES_SHOWN_MAX]
+        ]
 
     def instances_without_function(self) -> dict[str, tuple[str, ...]]:
         """Return the instances that can be asked only about transactions that they prepared."""

@@ -2,15 +2,17 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import click
+import msgspec
 
-from txbroker.cli.client import ApiClient, client_options
+from txbroker.cli.client import ApiClient, ApiError, client_options
 from txbroker.cli.options import SectionedCommand
 from txbroker.cli.output import (
     TableColumn,
+    clock,
     duration,
     json_text,
     object_output_option,
@@ -20,11 +22,18 @@ from txbroker.cli.output import (
     table,
     width_of,
 )
+from txbroker.cli.run import is_utf8
 from txbroker.cli.watching import EVERY_MIN_S, EVERY_S, draw_again, draws, write_again
+from txbroker.contract.service import CheckCounts
 
 Overview = dict[str, Any]
 
 GROUPS_SHOWN = 15
+PAST_S = (900, 300)
+"""What sparklines show, seconds: the second if the proxies have run no longer."""
+BARS = ("▁▂▃▄▅▆▇█", "_.:-=+*#")
+"""The heights of a sparkline, and those of a terminal without UTF-8."""
+BARS_MAX = 30
 
 
 def _age(row: dict[str, Any], name: str = "oldest_pending_age_s") -> str:
@@ -33,36 +42,77 @@ def _age(row: dict[str, Any], name: str = "oldest_pending_age_s") -> str:
 
 
 def _rate(row: dict[str, Any], what: str) -> str:
-    rate = row["rates"][f"{what}_per_s"]
+    return _shown_rate(row["rates"][f"{what}_per_s"]) if _current(row) else ""
+
+
+def _shown_rate(rate: float) -> str:
     return f"{rate:,.1f}" if 0 < rate < 10 else f"{rate:,.0f}"
+
+
+def _current(row: dict[str, Any]) -> bool:
+    """Return whether the counts of a half partition are those of now."""
+    return row.get("pending") is not None and row.get("as_of_ms") is None
 
 
 def _unreachable(row: dict[str, Any]) -> str:
     since_ms = row.get("unreachable_since_ms")
     if since_ms is None:
         return ""
-    return f"for {duration(time.time() - since_ms / 1000)}: {row.get('unreachable_why', '')}"
+    passed = duration(time.time() - since_ms / 1000)
+    return f"unreachable for {passed}: {row.get('unreachable_why', '')}"
 
 
 def _count(name: str, rank: int = 1) -> TableColumn:
     def shown(row: dict[str, Any]) -> str:
-        return "?" if row.get(name) is None else f"{row[name]:,}"
+        return _least(row.get(name), row.get("partial", False))
 
     return TableColumn(name.upper(), shown, rank=rank)
 
 
+def _least(value: int | None, partial: bool) -> str:
+    """Return a count; with `partial`, when other parts of it are unknown, as a lower bound."""
+    if value is None or (partial and not value):
+        return ""
+    return f"{value:,}+" if partial else f"{value:,}"
+
+
+def _as_of(row: dict[str, Any]) -> str:
+    at_ms = row.get("as_of_ms")
+    return "" if at_ms is None else clock(at_ms)[11:19]
+
+
+def _connected(row: dict[str, Any]) -> str:
+    return "URL" if not row["sessions"] and row.get("check_url") else str(row["sessions"])
+
+
+def _failing(row: dict[str, Any]) -> str:
+    """Return the last answer of a group whose checks fail by the bounds of the alert."""
+    counts = row.get("checks", {}).get("counts", {})
+    if not counts or not msgspec.convert(counts, CheckCounts).failing:
+        return ""
+    undecided = counts["unknown"] + counts["unclear"]
+    last = row["checks"].get("undecided") or {}
+    return f"{undecided:,} checks bring no decision: {last.get('answer', '')}"
+
+
+def _trouble(row: dict[str, Any]) -> str:
+    return "; ".join(filter(None, (_unreachable(row), _failing(row))))
+
+
 GROUPS = (
     TableColumn("GROUP", lambda row: row["group"], keep=True),
+    TableColumn("AS OF", _as_of, rank=0),
     _count("pending"),
     _count("parked"),
     TableColumn("OLDEST", _age, rank=1),
-    TableColumn("CONNECTED", lambda row: row["sessions"]),
-    TableColumn("UNREACHABLE", _unreachable, text=True),
+    TableColumn("CONNECTED", _connected),
+    TableColumn("TROUBLE", _trouble, text=True),
 )
 PARTITIONS = (
     TableColumn("HALF", lambda row: row["partition"], keep=True),
     TableColumn("OWNER", lambda row: row["owner"].partition("://")[2], rank=3),
     TableColumn("STATE", lambda row: row["state"], rank=0),
+    TableColumn("AS OF", _as_of, rank=0),
     _count("pending"),
     _count("parked"),
     _count("refused", rank=2),
@@ -96,13 +146,16 @@ PROXIES = (
 def command(client: ApiClient, output: str, once: bool, every_s: float) -> None:
     """Show the state of an installation, refreshed until Ctrl-C.
 
-    Shows rates over the last ten seconds; groups, those that need an operator first; half
-    partitions with their owners; proxies. Without a terminal the output is appended; with -o json
-    it is one line each time.
+    Shows rates over the last ten seconds; the last quarter of an hour as sparklines; groups, those
+    that need an operator first; half partitions with their owners; proxies. Without a terminal the
+    output is appended; with -o json it is one line each time, without sparklines.
     """
 
     def query() -> Overview:
-        return dict(client.get("overview"))
+        overview = dict(client.get("overview"))
+        if output in ("table", "wide"):
+            overview["past"] = _past(client)
+        return overview
 
     def lines(overview: Overview) -> list[str]:
         return list(_lines(overview, str(client), output == "wide"))
@@ -131,33 +184,40 @@ def _write(overview: Overview, lines: Callable[[Overview], list[str]], output: s
 
 
 def _lines(overview: Overview, where: str, wide: bool) -> Iterator[str]:
-    partitions, groups = overview["partitions"], overview["groups"]
-    unsure = "" if overview["complete"] else "at least "
-    yield f"txbroker at {printable(where)}, {_of(overview['proxies'])} ready"
+    partitions, proxies = overview["partitions"], overview["proxies"]
+    partial = any(row.get("pending") is None for row in partitions) or not all(
+        proxy["reached"] for proxy in proxies
+    )
+    groups = [{**group, "partial": partial} for group in overview["groups"]]
+    yield f"txbroker at {printable(where)}, {_of(proxies)} ready"
+    for proxy in proxies:
+        if proxy.get("kafka_silent_since_ms") is not None:
+            whom = "this proxy" if len(proxies) == 1 else proxy["url"]
+            since, why = clock(proxy["kafka_silent_since_ms"])[11:19], proxy.get("kafka_why", "")
+            yield f"Kafka has not answered {printable(whom)} since {since} UTC" + (
+                f": {printable(why)}" if why else ""
+            )
+    width = width_of(sys.stdout)
     counts = [
-        f"{name} {unsure}{sum(row.get(name) or 0 for row in partitions):,}"
+        f"{name} {_sum(partitions, name, partial)}"
         for name in ("pending", "parked", "refused", "committed")
     ]
-    yield from _flowing("now", [*counts, *_oldest(partitions)])
-    rates = {
-        what: sum(row["rates"][f"{what}_per_s"] for row in partitions)
-        for what in ("prepared", "decided", "promoted")
-    }
-    yield from _flowing("rates", [f"{what} {rate:,.1f}/s" for what, rate in rates.items()])
-    refused = overview["refused_topics"].items()
+    yield from _packed("now     ", [*counts, _oldest(partitions), _sums_as_of(partitions)], width)
+    rates = [f"{what} {_sum_of_rates(partitions, what)}" for what in ("prepared", "decided")]
+    rates.append(f"promoted {_sum_of_rates(partitions, 'promoted')}")
+    yield from _packed("rates   ", rates, width)
+    yield from _sparklines(overview.get("past") or {}, width)
+    refused = overview["refused_topics"]
     if refused:
-        yield from _flowing("refused", [f"by {printable(at)} {count:,}" for at, count in refused])
+        shown = [f"by {printable(topic)} {count:,}" for topic, count in refused.items()]
+        yield from _packed("refused ", shown, width)
     yield ""
     shown_groups = groups if wide else groups[:GROUPS_SHOWN]
     left_out: dict[str, None] = {}
-    for rows, columns in (
-        (shown_groups, GROUPS),
-        (partitions, PARTITIONS),
-        (overview["proxies"], PROXIES),
-    ):
-        fitted = table(
-            rows, shown_columns(columns, "wide" if wide else "table"), sys.stdout, fit=not wide
-        )
+    for rows, columns in ((shown_groups, GROUPS), (partitions, PARTITIONS), (proxies, PROXIES)):
+        fitting = [one for one in columns if one.title != "AS OF" or any(map(_as_of, rows))]
+        named = shown_columns(fitting, "wide" if wide else "table")
+        fitted = table(rows, named, sys.stdout, fit=not wide)
         left_out |= dict.fromkeys(fitted.left_out)
         yield from fitted.lines
         left = len(groups) - len(shown_groups) + overview["groups_left_off"]
@@ -169,15 +229,96 @@ def _lines(overview: Overview, where: str, wide: bool) -> Iterator[str]:
         yield f"Left out on this narrow terminal: {', '.join(left_out)}. -o wide shows them."
 
 
-def _flowing(label: str, parts: Iterable[str]) -> Iterator[str]:
-    """Yield a line of parts, or several where the terminal is narrow."""
-    line, indent = f"{label:<7}", " " * 7
-    for part in parts:
-        if line.strip() not in ("", label) and len(line) + 2 + len(part) > width_of(sys.stdout):
-            yield line
-            line = indent
-        line = f"{line}{'  ' if line[7:] else ' '}{part}"
-    yield line
+def _packed(head: str, parts: Sequence[str], width: int) -> Iterator[str]:
+    """Yield lines of at most `width` with these parts, the first after `head`."""
+    line = head
+    for part in filter(None, parts):
+        if len(line) > len(head) and len(line) + len(part) > width:
+            yield line.rstrip()
+            line = " " * len(head)
+        line += part + "  "
+    yield line.rstrip()
+
+
+# --- the last quarter of an hour -----------------------------------------------------------------
+
+
+def _past(client: ApiClient) -> dict[str, Any]:
+    """Return the history; nothing if the proxy has none, as an older one."""
+    try:
+        past = dict(client.get("history", since_s=PAST_S[0]))
+        points = past.get("points") or [{"at_ms": 0}]
+        if points[-1]["at_ms"] - points[0]["at_ms"] >= PAST_S[1] * 1000:
+            return {**past, "span_s": PAST_S[0]}
+        return {**client.get("history", since_s=PAST_S[1]), "span_s": PAST_S[1]}
+    except ApiError:
+        return {}
+
+
+def _sparklines(past: dict[str, Any], width: int) -> Iterator[str]:
+    points = past.get("points", ())
+    if not points:
+        return
+    step_s, span_s = past["step_s"], past["span_s"]
+    yield f"the last {span_s // 60} minutes"
+    failed = [p["checks"]["unknown"] + p["checks"]["unclear"] for p in points]
+    promoted = [p["promoted"] / step_s or (None if p["pending"] is None else 0.0) for p in points]
+    oldest = [None if p["pending"] is None else p["oldest_pending_age_s"] or 0.0 for p in points]
+    rows: list[tuple[str, list[float | None], Callable[[float], str]]] = [
+        ("promoted", promoted, lambda v: f"{_shown_rate(v)}/s"),
+        ("pending", [p["pending"] for p in points], lambda v: f"{v:,.0f}"),
+        ("oldest", oldest, duration),
+        ("failing", [number / step_s for number in failed], lambda v: f"{_shown_rate(v)}/s"),
+    ]
+    slots = min(BARS_MAX, max(5, width - 40))
+    for name, values, shown in rows:
+        known = [value for value in values if value is not None]
+        if not known or (name == "failing" and not any(known)):
+            continue
+        placed = _placed([p["at_ms"] for p in points], values, slots, span_s)
+        now = "-" if values[-1] is None else shown(values[-1])
+        yield f"{name:<8}  {_bars(placed)}  {now}, at most {shown(max(known))}"
+
+
+def _placed(
+    times: list[int], values: list[float | None], slots: int, span_s: int
+) -> list[float | None]:
+    """Return the greatest value of each part of the time, None where nothing is known."""
+    placed: list[float | None] = [None] * slots
+    part_ms = span_s * 1000 / slots
+    for at_ms, value in zip(times, values, strict=True):
+        number = slots - 1 - int((times[-1] - at_ms) / part_ms)
+        if number >= 0 and value is not None:
+            placed[number] = max(value, placed[number] or 0.0)
+    return placed
+
+
+def _bars(values: list[float | None]) -> str:
+    bars = BARS[0] if is_utf8(sys.stdout) else BARS[1]
+    most = max((value for value in values if value is not None), default=0.0) or 1.0
+    last = len(bars) - 1
+    return "".join(" " if value is None else bars[round(value / most * last)] for value in values)
+
+
+def _sum(partitions: list[dict[str, Any]], name: str, partial: bool) -> str:
+    known = [row[name] for row in partitions if row.get(name) is not None]
+    total = sum(known) if known else None
+    if total is None or (partial and not total):
+        return "-"
+    return f"at least {total:,}" if partial else f"{total:,}"
+
+
+def _sums_as_of(partitions: list[dict[str, Any]]) -> str:
+    times = [row["as_of_ms"] for row in partitions if row.get("as_of_ms") is not None]
+    return f"as of {clock(min(times))[11:19]} UTC" if times else ""
+
+
+def _sum_of_rates(partitions: list[dict[str, Any]], what: str) -> str:
+    """Return the rate of the half partitions whose present is known."""
+    rates = [row["rates"][f"{what}_per_s"] for row in partitions if _current(row)]
+    if not rates or (len(rates) < len(partitions) and not sum(rates)):
+        return "-"
+    return ("at least " if len(rates) < len(partitions) else "") + f"{sum(rates):,.1f}/s"
 
 
 def _of(proxies: list[dict[str, Any]]) -> str:
@@ -185,9 +326,9 @@ def _of(proxies: list[dict[str, Any]]) -> str:
     return f"{ready} of {len(proxies)} {'proxy' if len(proxies) == 1 else 'proxies'}"
 
 
-def _oldest(partitions: list[dict[str, Any]]) -> list[str]:
+def _oldest(partitions: list[dict[str, Any]]) -> str:
     ages = [row["oldest_pending_age_s"] for row in partitions if row.get("oldest_pending_age_s")]
-    return [f"oldest pending {duration(max(ages))}"] if ages else []
+    return f"oldest pending {duration(max(ages))}" if ages else ""
 
 
 def _proxy_state(row: dict[str, Any]) -> str:

@@ -167,6 +167,37 @@ async def test_good_answers(http: HttpHarness, answer: bytes, expected: CheckRes
     assert await http.ask() == expected
 
 
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (response(b"no such\r\n\x1b[2J order", status="500 Oops"), "no such  [2J order"),
+        (response(b"x" * 100_000, status="500 Oops"), "x" * 199 + "…"),
+        (response(b"", status="500 Oops"), ""),
+        (response(b"\xff" * 3, status="404 Not Found"), "\ufffd" * 3),
+        (response(b"<html>"), "<html>"),
+        (response(b'{"decision": "maybe"}'), '{"decision": "maybe"}'),
+        (response(b'{"decision": "unknown", "x": 1}'), '{"decision": "unknown", "x": 1}'),
+        (b"HTTP/1.1 500 Oops\r\ncontent-length: 9\r\n\r\nhalf", "half"),
+    ],
+)  # fmt: skip
+async def test_answer_without_a_decision_is_kept_for_operators(
+    http: HttpHarness, answer: bytes, text: str
+) -> None:
+    await http.reply(answer, then_close=True)
+    result = await http.ask()
+    assert isinstance(result, Answered | Unclear)
+    assert result.text == text
+    assert not text or text not in result.detail
+
+
+async def test_text_of_an_error_holds_up_no_check(
+    http: HttpHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("txbroker.checkers.http.ERROR_BODY_S", 0.0)
+    await http.reply(b"HTTP/1.1 500 Oops\r\ncontent-length: 9\r\n\r\n")
+    assert await http.ask() == Unclear("answered 500")
+
+
 SECRET = "s3cr3t-of-the-body"
 
 

@@ -28,7 +28,7 @@ class Session:
         self.instance = instance
         self.checks = checks
         self.draining = False
-        self.principal_name = ""
+        self.principal_name = self.address = self.client = ""
         self.open = True
         self.sent: list[CheckQuestion] = []
 

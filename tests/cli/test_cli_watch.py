@@ -146,6 +146,72 @@ def overview(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def whole_overview(**changes: Any) -> dict[str, Any]:
+    """Return the overview of one proxy whose counts are all known."""
+    known = overview()
+    parts = {name: known[name][:1] for name in ("proxies", "partitions")}
+    return {**known, "complete": True, **parts, **changes}
+
+
+def test_top_marks_what_is_not_current(call: Call, stub: Stub) -> None:
+    at_ms = 1_700_000_000_000  # 22:13:20
+    whole = whole_overview()
+    counts = {"commit": 1, "rollback": 0, "unknown": 0, "unclear": 4, "later": 0, "unreached": 0}
+    last = {"id": "1", "at_ms": 1, "endpoint": "http://e", "outcome": "unclear", "answer": "500: x"}
+    failing = {**whole["groups"][0], "sessions": 0, "check_url": True, "as_of_ms": at_ms,
+               "checks": {"counts": counts, "undecided": last}}  # fmt: skip
+    silent = {**whole["proxies"][0], "kafka_silent_since_ms": at_ms, "kafka_why": "no connection"}
+    stale = {**whole["partitions"][0], "as_of_ms": at_ms}
+    shown = whole_overview(proxies=[silent], partitions=[stale], groups=[failing], complete=False)
+    stub.answer = lambda asked: (200, shown)
+    text = call("top", "--once", "--url", stub.url).out
+    assert "Kafka has not answered this proxy since 22:13:20 UTC: no connection\n" in text
+    assert re.search(r"pending 10,000 .* as of 22:13:20 UTC\n", text)
+    assert "prepared -  decided -  promoted -\n" in text
+    why = "4 checks bring no decision: 500: x"
+    assert re.search(rf"^orders +22:13:20 +10,000 +3 +2m05s +URL +{why}$", text, re.M)
+    assert re.search(r"^0 +a:1 +owned +22:13:20 +10,000 .* - +-$", text, re.M)
+
+
+def history(span_s: int) -> dict[str, Any]:
+    """Return a history with a gap, a busy end and failing checks."""
+    checks = {"unknown": 0, "unclear": 5}
+    point = {"promoted": 0, "pending": 4, "oldest_pending_age_s": None, "checks": checks}
+    step_s = 30 if span_s == 900 else 1
+    times = range(0, span_s, step_s)
+    points = [{**point, "at_ms": 1_700_000_000_000 + second * 1000} for second in times]
+    points[-2] = {**points[-2], "pending": None}
+    points[-1] = {**points[-1], "pending": 8, "promoted": 60 * step_s, "oldest_pending_age_s": 9.0}
+    return {"step_s": step_s, "points": points}
+
+
+@pytest.mark.parametrize(("span_s", "words"), [(900, "15 minutes"), (300, "5 minutes")])
+def test_top_shows_the_past_in_60_columns(
+    call: Call, stub: Stub, monkeypatch: pytest.MonkeyPatch, span_s: int, words: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    answers = {"/v1/overview": whole_overview(groups_left_off=0)}
+
+    def answer(asked: Any) -> tuple[int, Any]:
+        return 200, answers.get(asked.path.partition("?")[0]) or history(span_s)
+
+    stub.answer = answer
+    *lines, note = call("top", "--once", "--url", stub.url).out.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert "COMMITTED" in note
+    start = lines.index(f"the last {words}")
+    promoted, pending, oldest, failing = lines[start + 1 : start + 5]
+    assert promoted.endswith("▁█  60/s, at most 60/s")
+    assert re.fullmatch(r"pending   ▅{19}█  8, at most 8|pending   ▄{19}█  8, at most 8", pending)
+    assert oldest.endswith("█  9s, at most 9s")
+    assert "/s, at most" in failing
+    assert "COMMITTED" not in "".join(lines)
+    monkeypatch.setattr("txbroker.cli.ops.top.is_utf8", lambda _: False)
+    plain = call("top", "--once", "--url", stub.url).out
+    assert re.search(r"^pending   [=+-]{19}#  8, at most 8$", plain, re.M)
+    assert "60/s" not in call("top", "--once", "-o", "json", "--url", stub.url).out
+
+
 def test_top_once(call: Call, stub: Stub) -> None:
     stub.answer = lambda asked: (200, overview())
     shown = call("top", "--once", "--url", stub.url)
@@ -154,16 +220,16 @@ def test_top_once(call: Call, stub: Stub) -> None:
     assert lines[0] == f"txbroker at {stub.url}, 1 of 2 proxies ready"
     assert lines[1] == (
         "now     pending at least 10,000  parked at least 3  refused at least 1  "
-        "committed at least 0  oldest pending 2m05s"
+        "committed -  oldest pending 2m05s"
     )
-    assert "prepared 1,200.4/s  decided 3.1/s  promoted 0.0/s" in lines[2]
+    assert "prepared at least 1,200.4/s  decided at least 3.1/s  promoted -" in lines[2]
     assert "t 1" in lines[3]
     text = shown.out
-    assert re.search(r"^orders +10,000 +3 +2m05s +2 +-$", text, re.M)
-    assert re.search(r"^x\ufffd\[2J .* for \d+d.*: no\ufffdroute$", text, re.M)
+    assert re.search(r"^orders +10,000\+ +3\+ +2m05s +2 +-$", text, re.M)
+    assert re.search(r"^x\ufffd\[2J .* unreachable for \d+d.*: no\ufffdroute$", text, re.M)
     assert "… and 4 more groups" in text
     assert re.search(r"^0 +a:1 +owned +10,000 +3 +1 +0 +2m05s +1,200 +0 +-$", text, re.M)
-    assert re.search(r"^1 +b:1 +unreachable +\? +\? +\? +\? +- .* no answer$", text, re.M)
+    assert re.search(r"^1 +b:1 +unreachable +- +- +- +- +- .* no answer$", text, re.M)
     assert re.search(r"^http://b:1 +no answer .* refused$", text, re.M)
     assert "\x1b" not in text
     assert call("top", "--once", "-o", "json", "--url", stub.url).json == overview()
@@ -178,13 +244,13 @@ def test_top_is_readable_at_60_columns(
     assert max(map(len, lines)) <= 60
     text = "\n".join(lines)
     assert re.search(r"^HALF +STATE +PENDING +PARKED +REFUSED +OLDEST\b", text, re.M)
-    assert re.search(r"^1 +unreachable +\? +\? +\?", text, re.M)
+    assert re.search(r"^1 +unreachable +- +- +-", text, re.M)
     assert note.startswith("Left out on this narrow terminal: ")
     assert "COMMITTED" in note
 
 
 def test_top_of_complete_overview_has_exact_counts(call: Call, stub: Stub) -> None:
-    whole = overview(complete=True, groups_left_off=0, groups=[], refused_topics={})
+    whole = whole_overview(groups_left_off=0, groups=[], refused_topics={})
     stub.answer = lambda asked: (200, whole)
     shown = call("top", "--once", "--url", stub.url).out
     assert "at least" not in shown
@@ -254,7 +320,7 @@ def test_top_on_a_terminal(stub: Stub, on_terminal: Run) -> None:
     shown.until("1 of 2 proxies ready")
     shown.until("unreachable")
     assert re.search(r"0 +a:1 +owned +10,000 +3 +1 +0 +2m05s +1,200 +0", shown.text)
-    stub.answer = lambda asked: (200, overview(complete=True))
+    stub.answer = lambda asked: (200, whole_overview())
     shown.until("pending 10,000  parked 3")
     shown.type("\x03")
     assert shown.end() == 130

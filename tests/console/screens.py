@@ -36,7 +36,7 @@ LOOKS: dict[str, dict[str, Any]] = {
 SHOWN = {
     "well", "overview", "overview-dark", "overview-narrow", "transactions", "transactions-dark",
     "transactions-narrow", "transaction", "transaction-dark", "content", "groups", "groups-dark",
-    "preview", "outcome", "login", "find",
+    "group", "audit", "preview", "outcome", "login", "find",
 }  # fmt: skip
 
 
@@ -99,6 +99,12 @@ def steady(broker: InMemoryBroker) -> bool:
     return bool(0 < prepared < 1.1 * promoted)
 
 
+def sampled(broker: InMemoryBroker) -> int:
+    """Return for how many of the last 300 seconds there is a sample."""
+    with urlopen(f"{broker.url}/v1/history?since_s=300", timeout=20) as answer:
+        return len(json.load(answer)["points"])
+
+
 def plant(broker: InMemoryBroker, stack: ExitStack) -> dict[str, str]:
     """Let there be trouble; return what the pages are about."""
     url = broker.url
@@ -115,6 +121,9 @@ def plant(broker: InMemoryBroker, stack: ExitStack) -> dict[str, str]:
     stack.enter_context(doubtful)
     parked = asyncio.run(prepare(url, "inventory", "stock", 14))
     broker.advance(500)
+    for id, why in ((parked[0], "order 17 is not in the database"), (parked[1], "a test order")):
+        decided = {"reason": why, "by": "Ada"}
+        asyncio.run(call(url, "POST", f"/v1/transactions/{id}/rollback", decided))
     refused = asyncio.run(prepare(url, "billing", "invoices", 3))
     broker.delete_topic("invoices")
     for id in refused:
@@ -156,14 +165,18 @@ def main() -> None:
         window.until(lambda: "Group payments is unreachable" in window.text())
         # Until the rates are those of the traffic alone.
         window.until(lambda: steady(broker))
+        for seconds in range(15, 91, 15):
+            window.until(lambda least=seconds: sampled(broker) >= least)
         pages = {
-            "overview": "/",
+            "overview": "/?span=5m",
             "transactions": "/transactions?state=pending&group=payments&older=10m",
             "transaction": f"/transactions/{found['parked']}",
             "refused": f"/transactions/{found['refused']}",
             "content": f"/transactions/{found['refused']}?bodies=1",
             "groups": "/groups",
             "find": "/find?topic=stock&group=inventory",
+            "group": "/group?name=checkout&span=5m",
+            "audit": "/audit",
             "preview": "/actions/rollback?state=parked&group=inventory",
         }
         for name, path in pages.items():

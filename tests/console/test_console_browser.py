@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from selenium.webdriver.common.keys import Keys
@@ -116,6 +117,30 @@ def test_overview_refreshes_and_keeps_the_focus(broker: InMemoryBroker, window: 
     assert window.run("return document.activeElement.textContent").startswith("all groups")
 
 
+@pytest.mark.parametrize("width", [400, 1200])
+def test_charts_are_drawn_without_scripts(
+    broker: InMemoryBroker, window: Browser, width: int
+) -> None:
+    prepare(broker, "orders", count=2)
+    window.look(width=width)
+    window.scripts(on=False)
+
+    def drawn() -> bool:
+        window.open("/group?name=orders")
+        return "pending 2" in window.text("#past")
+
+    window.until(drawn)
+    window.scripts(on=True)
+    for line in window.all("#past svg[role=img] .line"):
+        box = window.run("return arguments[0].getBoundingClientRect().toJSON()", line)
+        assert box["left"] >= 0
+        assert box["right"] <= width + 1
+        colour = window.run("return getComputedStyle(arguments[0]).stroke", line)
+        assert colour not in ("none", "rgb(0, 0, 0)")
+    assert len(window.all("#past svg[role=img] .line")) >= 8
+    assert len(window.all("#past .event.is-start")) >= 4
+
+
 def test_refresh_can_be_stopped(broker: InMemoryBroker, window: Browser) -> None:
     window.open("/")
     # A refresh in flight when it is stopped, held until then.
@@ -145,7 +170,8 @@ def test_refresh_can_be_stopped(broker: InMemoryBroker, window: Browser) -> None
 
 def test_hostile_content_runs_nothing(broker: InMemoryBroker, window: Browser) -> None:
     id = prepare(broker, HOSTILE, HOSTILE)
-    paths = ["/", "/groups", "/transactions", f"/transactions/{id}?bodies=1",
+    paths = ["/", "/groups", f"/group?name={quote(HOSTILE)}", "/audit", "/transactions",
+             f"/transactions/{id}?bodies=1",
              f"/actions/commit?id={id}"]  # fmt: skip
     for path in paths:
         window.open(path)
@@ -219,7 +245,8 @@ def test_every_page_is_legible(
         other = prepare(broker, LONG, "x" * 3000)
         window.look(dark=dark, width=width)
         paths = ["/", "/transactions", f"/transactions/{id}", f"/transactions/{other}?bodies=1",
-                 "/groups", f"/actions/commit?id={id}", "/actions/rollback",
+                 "/groups", "/group?name=doubtful", f"/group?name={LONG}", "/audit",
+                 f"/actions/commit?id={id}", "/actions/rollback",
                  "/transactions/nonsense"]  # fmt: skip
         for path in paths:
             window.open(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -11,12 +13,19 @@ from tests.console.console_world import Reader, reader_of, topic_of
 from tests.kit.cluster import Proxies
 from tests.kit.service import Service
 from tests.kit.until import unique, until
+from txbroker.contract.service import PrepareRequest
 from txbroker.core.records import Decision, Message
 from txbroker.core.routing import parse_id
 from txbroker.proxy.console import search
 from txbroker.proxy.partition import scan
 
+CLIENT = "Python/"
+"""How the client of a session begins that names no library of its own."""
 HOSTILE = """"><script>alert('x')</script><b a='"""
+
+
+def plain(text: str) -> str:
+    return text.replace("\N{NO-BREAK SPACE}", " ")
 
 
 async def parked(service: Service, topic: str, count: int = 1) -> tuple[str, list[str]]:
@@ -92,6 +101,227 @@ async def test_silent_proxy_is_shown(proxies: Proxies, monkeypatch: pytest.Monke
     assert f"The proxy at {other.proxy.url} does not answer" in seen.text
     assert "unreachable" in seen.text
     assert "lower bounds" in seen.text
+
+
+async def test_failing_checks_are_shown_with_the_last_answer(
+    service: Service, reader: Reader
+) -> None:
+    group = await service.group(500)
+    await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+    await service.asked_times(group, 3)
+
+    async def shown() -> bool:
+        return f"Checks of group {group} bring no decision" in (await reader.open("/")).text
+
+    await until(shown)
+    endpoint = f"{service.desk.url}/check/{group}"
+    for path in ("/", "/groups", f"/group?name={quote(group)}"):
+        seen = await reader.open(path)
+        assert "checks fail" in seen.text, path
+        assert endpoint in seen.text, path
+        assert "answered 500: out of order" in seen.text, path
+        assert "no instance or check URL" not in seen.text, path
+    (found,) = (await service.get("/v1/overview"))["groups"]
+    assert found["check_url"] is True
+    assert found["checks"]["counts"]["unclear"] >= 3
+    assert found["checks"]["undecided"]["answer"] == "answered 500: out of order"
+    # Producers can register any URL, so they must not read what it serves.
+    (listed,) = await service.listed(group=group)
+    assert "out of order" not in str([listed, await service.show(listed["id"])])
+
+
+async def test_group_with_a_check_url_can_be_asked(service: Service, reader: Reader) -> None:
+    group = await service.group({"decision": "unknown"}, check_after_s=3600)
+    await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+    seen = await reader.open("/")
+    assert "check URL" in seen.main.one("section", id="groups-first").text
+    assert "no instance" not in seen.text
+
+
+async def test_parked_show_why(service: Service, reader: Reader) -> None:
+    group = await service.group(500, attempts_max=1, timeout_s=0.1)
+    id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+    await service.reaches(id, "parked")
+    assert f"The last answer of {group}: answered 500" in (await reader.open("/")).text
+    listed = await reader.open("/transactions?state=parked")
+    assert listed.main.one("tbody").one("td", **{"class": "why"}).text == "answered 500"
+    seen = await reader.open(f"/group?name={quote(group)}")
+    assert seen.main.one("section", id="parked-by").one("tbody").text == "answered 500 1"
+    assert seen.links("Revive…")
+    assert seen.links("Roll back parked…")
+
+
+async def test_numbers_have_their_time_while_kafka_is_silent(
+    service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = unique("group")
+    topic = await topic_of(service)
+    for _ in range(3):
+        await service.prepare(Message(topic, b"k", b"v"), group=group)
+    monkeypatch.setattr("txbroker.proxy.partition.clock.KAFKA_SILENT_S", 0.0)
+    service.world.kafka.go_down()
+
+    async def silent() -> bool:
+        return "Kafka has not answered" in (await reader.open("/")).text
+
+    await until(silent)
+
+    async def both() -> bool:
+        parts = (await service.get("/v1/overview"))["partitions"]
+        return all(part["as_of_ms"] for part in parts)
+
+    await until(both)
+    seen = await reader.open("/")
+    assert seen.main.one("h1").text.startswith("Kafka has not answered this proxy since 20")
+    pending = seen.main.one("section", id="sums").all("div")[0]
+    assert re.match(
+        r"Pending 3 oldest < 1 s as of 20|Pending 3 oldest \d+ s as of 20", plain(pending.text)
+    )
+    rates = seen.main.one("section", id="sums").one("div", **{"class": "rates"})
+    assert [b.text for b in rates.all("b")] == ["–"] * 3
+    assert "as of 20" in seen.main.one("section", id="groups-first").text
+    text = seen.main.one("section", id="partitions").text
+    assert text.count("as of 20") == 2
+    assert text.endswith("–")
+    found = await service.get("/v1/overview")
+    assert found["complete"] is False
+    assert sum(part["pending"] for part in found["partitions"]) == 3
+    service.world.kafka.come_up()
+
+    async def current() -> bool:
+        return bool((await service.get("/v1/overview"))["complete"])
+
+    await until(current)
+
+
+# --- the last hour, a group, operators' actions ------------------------------------------------
+
+
+async def test_overview_shows_the_last_hour(service: Service, reader: Reader) -> None:
+    topic = await topic_of(service)
+    for _ in range(3):
+        await service.prepare(Message(topic, b"k", b"v"))
+
+    async def drawn() -> bool:
+        seen = await reader.open("/")
+        waiting = [d.text for d in seen.main.all("desc") if d.attributes["id"] == "waiting-text"]
+        return "pending: now 3, at most 3" in "".join(waiting)
+
+    await until(drawn)
+    seen = await reader.open("/")
+    charts = seen.main.one("section", id="past").all("figure")
+    titles = [chart.one("strong").text for chart in charts]
+    assert titles[:4] == [
+        "Transactions a second", "Pending and parked", "Oldest pending", "Checks a second"
+    ]  # fmt: skip
+    for chart in charts:
+        svg = chart.all("svg", role="img")[0]
+        ids = {element.attributes["id"] for element in svg.all() if "id" in element.attributes}
+        assert {svg.attributes["aria-labelledby"], svg.attributes["aria-describedby"]} == ids
+    assert seen.main.all("path", **{"class": "event is-start"})
+    events = seen.main.one("ol", **{"class": "events"}).text
+    assert "Proxy started" in events
+    assert "Took over half partitions 0, 1" in events
+    assert seen.links("1h") == ["/?span=1h"]
+    assert "The last hour" in (await reader.open("/?span=1h")).text
+
+
+async def test_group_page_shows_checks_instances_and_policy(
+    service: Service, reader: Reader
+) -> None:
+    group = await service.group({"decision": "rollback"}, check_after_s=0, attempts_max=7)
+    id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+    await service.reaches(id, "rolled_back")
+    path = f"/group?name={quote(group)}"
+    seen = await reader.open(path)
+    row = seen.main.one("section", id="last-checks").one("tbody").text
+    assert f"rollback rollback {service.desk.url}/check/{group} {id}" in row
+    assert "Attempts 7" in seen.main.one("section", id="policy").text
+    assert "checks go to the check URL" in seen.main.one("section", id="instances").text
+    async with service.producer(group, instance="till-7", check=lambda _: Decision.UNKNOWN):
+
+        async def connected() -> bool:
+            return "till-7" in (await reader.open(path)).text
+
+        await until(connected)
+        instances = (await reader.open(path)).main.one("section", id="instances").text
+    assert f"till-7 yes 127.0.0.1 {CLIENT}" in instances
+    assert instances.endswith(service.proxy.url)
+    assert (await reader.open("/group?name=")).status == 400
+    unknown = await reader.open("/group?name=unknown")
+    assert (unknown.status, "No proxy knows this group" in unknown.text) == (200, True)
+
+
+async def test_group_page_joins_all_proxies(proxies: Proxies) -> None:
+    one, other = await proxies.add("one", "two")
+    topic, group = await one.topic(), unique("group")
+    async with (
+        one.producer(group, instance="a", check=lambda _: Decision.COMMIT),
+        other.producer(group, instance="b", check=lambda _: Decision.COMMIT),
+    ):
+        for number in range(8):
+            message = Message(topic, b"k%d" % number, b"v")
+            await one.prepare(message, group=group, order_key=str(number))
+
+        async def known() -> bool:
+            path = f"/v1/history?group={group}&since_s=60"
+            found = [await service.get(path) for service in (one, other)]
+            return all(
+                sum(point["prepared"] for point in history["points"]) == 8
+                and {i["name"] for i in history["instances"]} == {"a", "b"}
+                and history["complete"]
+                for history in found
+            )
+
+        await until(known)
+    async with reader_of(other.proxy.url) as reader:
+        seen = await reader.open("/")
+    starts = [li.text for li in seen.main.all("li", **{"class": "is-start"})]
+    assert len(starts) == 2
+    assert {one.proxy.url, other.proxy.url} == {text.rpartition(" ")[2] for text in starts}
+
+
+async def test_operators_actions_are_shown_after_a_restart(
+    service: Service, reader: Reader
+) -> None:
+    group, ids = await parked(service, await topic_of(service), 4)
+    assert "No operator has acted" in (await reader.open("/audit")).text
+    for id in ids[:3]:
+        await service.act(id, "rollback", reason="cancelled", by="Ada")
+    await service.act(ids[3], "revive", reason="mended", by="Grace")
+    path = "/v1/history?actions=true"
+    before = (await service.get(path))["actions"]
+    assert [(a["action"], a["by"].split()[0], a["reason"], a["count"]) for a in before] == [
+        ("revive", "Grace", "mended", 1),
+        ("rollback", "Ada", "cancelled", 3),
+    ]
+    assert (await service.get("/v1/history"))["actions"] == []
+    await service.restart()
+    assert (await service.get(path))["actions"] == before
+    async with reader_of(service.proxy.url) as again:
+        seen = await again.open("/audit")
+    first, second = [row.text for row in seen.main.one("tbody").all("tr")]
+    assert "Grace" in first
+    assert f"Revived {ids[3]} mended {group}" in first
+    assert f"Rolled back {before[1]['id']} and 2 others cancelled {group}" in second
+
+
+async def test_overview_of_100_000_pending_is_quick(service: Service, reader: Reader) -> None:
+    message = Message(await topic_of(service), b"k", b"v")
+    groups = [f"group-{number}" for number in range(200)]
+    for start in range(0, 100_000, 2000):
+        for group in groups[start // 2000 :: 50]:
+            requests = [PrepareRequest(group, (message,), check_after_s=3600)] * 500
+            for run in service.proxy.cluster.runs(requests):
+                await run.answers
+    took_s = []
+    for _ in range(7):
+        began_s = time.perf_counter()
+        seen = await reader.open("/")
+        took_s.append(time.perf_counter() - began_s)
+    assert "100 000" in seen.main.one("section", id="sums").text.replace("\u202f", " ")
+    # 6 ms with a quiet processor; here the client and its parser are in the same process.
+    assert min(took_s) < 0.1, took_s
 
 
 # --- lists -----------------------------------------------------------------------------------
@@ -309,6 +539,8 @@ async def test_hostile_names_are_escaped(service: Service, reader: Reader) -> No
     paths = [
         "/",
         "/groups",
+        f"/group?name={quote(group)}",
+        "/audit",
         f"/transactions?group={quote(group)}",
         f"/transactions/{id}?bodies=1",
         f"/actions/commit?group={quote(group)}",
@@ -335,8 +567,10 @@ async def every_page(service: Service, reader: Reader) -> list[tuple[str, Any]]:
     group, (id,) = await parked(service, await topic_of(service))
     paths = [
         "/", "/transactions", "/transactions?state=parked", f"/transactions/{id}",
-        f"/transactions/{id}?bodies=1", "/groups", "/find", "/find?key=k",
-        f"/actions/commit?id={id}", f"/actions/revive?group={group}", "/transactions/nonsense",
+        f"/transactions/{id}?bodies=1", "/groups", f"/group?name={group}",
+        "/group?name=unknown", "/audit", "/find", "/find?key=k",
+        f"/actions/commit?id={id}",
+        f"/actions/revive?group={group}", "/transactions/nonsense",
     ]  # fmt: skip
     return [(path, await reader.open(path)) for path in paths]
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from msgspec import structs
 
 from txbroker.contract.service import (
+    AuditOverview,
+    CheckCounts,
+    CheckReport,
+    GroupChecks,
     GroupOverview,
     Overview,
     PartitionOverview,
@@ -16,7 +23,7 @@ from txbroker.contract.service import (
 )
 from txbroker.errors import RequestError
 from txbroker.proxy.console import formatting as shown
-from txbroker.proxy.console.concerns import Severity, concerns_of
+from txbroker.proxy.console.concerns import NOT_HERE, Severity, concerns_of
 from txbroker.proxy.console.filters import PAGE_ROWS_MAX, read_listing
 from txbroker.proxy.console.formatting import (
     BODY_CHARS_MAX,
@@ -27,6 +34,9 @@ from txbroker.proxy.console.formatting import (
     rate,
     text_of,
 )
+from txbroker.proxy.console.pages import sums_of
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -216,6 +226,124 @@ def test_silent_and_unready_proxies_are_concerns() -> None:
     )  # fmt: skip
     assert second.title == "The proxy at http://c:1 is not ready"
     assert second.detail == "the op topic is gone"
+
+
+FAILING = GroupChecks(
+    CheckCounts(commit=1, unclear=4),
+    CheckReport("id", 1_000, "http://e/check", "unclear", "answered 500: locked"),
+)
+DAY_MS = 86_400_000
+HOUR_S = 3600.0
+
+
+def with_group(**changes: Any) -> Overview:
+    return structs.replace(WELL, groups=(structs.replace(WELL.groups[0], **changes),))
+
+
+def with_proxy(**changes: Any) -> Overview:
+    return structs.replace(WELL, proxies=(structs.replace(WELL.proxies[0], **changes),))
+
+
+def with_audit(ended_ms: int, **drift: int) -> Overview:
+    audits = (AuditOverview("batch", ended_ms, drift),)
+    return structs.replace(WELL, at_ms=100 * DAY_MS, audits=audits)
+
+
+PLANTED = {
+    "PendingTooOld": (with_group(oldest_pending_age_s=901.0), "undecided for up to 15 m 1 s"),
+    "PendingGrowing": (
+        with_group(pending=1001, pending_growth_per_s=0.51), "1\u202f001 are pending, 0.5 more",
+    ),
+    "Parking": (with_partition(parked=1), "1 parked transaction needs a manual decision"),
+    "UndecidedLost": (with_proxy(lost_last_hour=2), "The messages of 2 transactions"),
+    "ChecksFailing": (
+        with_group(checks=FAILING), "4 of 5 checks in 15 minutes. The last, of http://e/check: an",
+    ),
+    "GroupUnreachable": (with_group(unreachable_since_ms=1), "Group g is unreachable"),
+    "PromotionStalled": (with_partition(oldest_committed_age_s=61.0), "do not become visible"),
+    "Refusing": (with_partition(refused=1), "1 committed transaction is refused"),
+    "NotReady": (with_proxy(ready=False, problems=("no group",)), "http://a:1 is not ready"),
+    "NotReady of half partitions": (with_partition(state="none"), "Half partition 0 has no owner"),
+    "NotReady of Kafka": (
+        with_proxy(kafka_silent_since_ms=1_000, kafka_why="no connection", partitions=(0, 1),
+                   kafka_partitions=(0, 1)),
+        "Kafka has not answered this proxy since 1970-01-01 00:00:01 UTC no connection",
+    ),
+    "FileNotRead": (
+        with_proxy(problems=("the file of token_file cannot be used",)), "cannot use a file",
+    ),
+    "HalfRetentionAtRisk": (
+        with_proxy(half_retention_s=10 * HOUR_S, half_retention_headroom_s=3.9 * HOUR_S),
+        "In 3 h 54 m the retention of half messages (10 h)",
+    ),
+    "AuditDrift": (with_audit(100 * DAY_MS, late=3, lost=0), "UTC: 3 late."),
+    "AuditStale": (with_audit(97 * DAY_MS), "The newest one ended 3 d ago"),
+}  # fmt: skip
+"""For each alert an overview in which only its reason is planted, and the words of the page."""
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_reason_of_each_alert_is_a_concern(name: str) -> None:
+    planted, wording = PLANTED[name]
+    (concern,) = concerns_of(planted)
+    assert concern.alert == f"TxBroker{name.partition(' ')[0]}"
+    text = f"{concern.title} {concern.detail}".replace("\N{NO-BREAK SPACE}", " ")
+    assert wording in text
+    assert concern.todo
+
+
+def test_every_alert_has_a_concern_or_a_place_to_look() -> None:
+    groups = yaml.safe_load((ROOT / "charts/txbroker/files/alerts.yaml").read_text())["groups"]
+    alerts = {rule["alert"] for group in groups for rule in group["rules"]}
+    shown = {f"TxBroker{name.partition(' ')[0]}" for name in PLANTED}
+    assert shown | NOT_HERE.keys() == alerts
+    assert not shown & NOT_HERE.keys()
+    page = (ROOT / "docs/operate/console.md").read_text()
+    rows = re.findall(r"^\| \[(TxBroker\w+)\]\(../runbooks/\1\.md\) \| (.+) \|$", page, re.M)
+    assert {name for name, _ in rows} == alerts
+    texts = dict(rows)
+    for name, where in NOT_HERE.items():
+        assert re.findall(r"`.+`", where)[0] in texts[name]
+
+
+@pytest.mark.parametrize(
+    "quiet",
+    [
+        with_group(pending=1000, pending_growth_per_s=9.0),
+        with_group(pending=9999, pending_growth_per_s=0.5),
+        with_group(checks=GroupChecks(CheckCounts(unclear=2))),
+        with_proxy(half_retention_s=10.0, half_retention_headroom_s=4.0),
+        with_audit(98 * DAY_MS, lost=0),
+    ],
+)
+def test_at_the_bounds_there_is_no_concern(quiet: Overview) -> None:
+    assert concerns_of(quiet) == []
+
+
+def test_silent_kafka_is_the_headline_and_takes_the_place_of_not_ready() -> None:
+    proxy = ProxyOverview(
+        "http://b:1", ready=False, problems=("lost contact", "partition 1: suspended"),
+        partitions=(1, 2), kafka_silent_since_ms=0, kafka_partitions=(2,),
+    )  # fmt: skip
+    (concern,) = concerns_of(structs.replace(WELL, proxies=(*WELL.proxies, proxy)))
+    assert concern.title == (
+        "Kafka has not answered the proxy at http://b:1 for half partition 2 since "
+        "1970-01-01 00:00:00 UTC"
+    )
+    assert (concern.headline, concern.detail) == (True, "lost contact")
+
+
+def test_sums_of_unknown_counts_are_no_zeros() -> None:
+    unknown = with_partition(pending=None, parked=None, refused=None, committed=None)
+    sums = sums_of(unknown)
+    assert (sums.pending, sums.parked, sums.partial) == (10, 0, True)
+    assert shown.least(sums.pending, sums.partial) == "at least 10"
+    assert shown.least(sums.parked, sums.partial) == "–"
+    nothing = structs.replace(unknown, partitions=unknown.partitions[:1])
+    assert (sums_of(nothing).pending, sums_of(nothing).rates) == (None, None)
+    assert shown.least(None, False) == "–"
+    stale = sums_of(with_partition(as_of_ms=5))
+    assert (stale.pending, stale.partial, stale.as_of_ms) == (15, False, 5)
 
 
 def test_many_groups_are_named_in_one_line() -> None:

@@ -51,7 +51,7 @@ class Asked:
         self.instance = instance
         self.checks = checks
         self.draining = False
-        self.principal_name = ""
+        self.principal_name = self.address = self.client = ""
         self.open = True
         self.sent: list[CheckQuestion] = []
         self.got = asyncio.Event()

@@ -15,7 +15,8 @@ from txbroker.contract.service import (
     ProxyOverview,
     Rates,
 )
-from txbroker.proxy.observe.overview import UNREACHABLE, WINDOW_S, RateCounter, joined
+from txbroker.proxy.observe.counting import WINDOW_S, RateCounter
+from txbroker.proxy.observe.overview import UNREACHABLE, joined
 
 A, B = "http://a:8470", "http://b:8470"
 

@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from txbroker.contract.service import (
+    HISTORY_STEPS_S,
     DecideRequest,
+    History,
+    HistoryRequest,
     ListRequest,
     Overview,
     PlacedMessage,
@@ -168,6 +171,10 @@ class FakeService:
     async def overview(self) -> Overview:
         await self._come_in("overview")
         return self.overviewed
+
+    async def history(self, request: HistoryRequest) -> History:
+        await self._come_in(request)
+        return History(HISTORY_STEPS_S[-1])
 
     def readiness(self) -> Readiness:
         return self.ready

@@ -26,8 +26,8 @@ _PARTITIONS = 2
 
 
 class FakeEndpoint:
-    """Serves check URLs from a list of answers per group; the last repeats. A number is a status
-    without a decision."""
+    """Serves check URLs from a list of answers per group; the last repeats. A number is the status
+    of an error."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -52,7 +52,7 @@ class FakeEndpoint:
         answers = self.answers[group]
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
         if isinstance(answer, int):
-            return web.Response(status=answer)
+            return web.Response(status=answer, text="out of\norder")
         return web.json_response(answer)
 
 

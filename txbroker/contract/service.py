@@ -114,6 +114,7 @@ class TransactionView(Struct, frozen=True):
         waiting: why a check that is due is not made; "" if nothing prevents it.
         read_back: whether facts were read from the topics because memory had lost them.
         gaps: facts that cannot be shown, and why.
+        last_answer: the last answer of a check, in a list, where `checks` are left out.
     """
 
     id: str
@@ -141,6 +142,7 @@ class TransactionView(Struct, frozen=True):
     attempts_known: bool = True
     read_back: bool = False
     gaps: tuple[str, ...] = ()
+    last_answer: str = ""
 
 
 LIST_LIMIT_MAX = 1000
@@ -286,6 +288,9 @@ class PartitionOverview(Struct, frozen=True):
         settled: those that lists still show; None if unknown.
         oldest_pending_age_s: None if unknown, or without one.
         oldest_committed_age_s: the age of the oldest commit that is not visible yet.
+        rates: zero if unknown.
+        as_of_ms: the time of the counts, if the owner cannot confirm them now, because Kafka does
+            not answer it or it is suspended; None: current.
     """
 
     partition: int
@@ -300,6 +305,69 @@ class PartitionOverview(Struct, frozen=True):
     oldest_pending_age_s: float | None = None
     oldest_committed_age_s: float | None = None
     rates: Rates = Rates()
+    as_of_ms: int | None = None
+
+
+class CheckCounts(Struct, frozen=True):
+    """Checks by outcome.
+
+    Attributes:
+        unknown: answered without a decision; `later`: with a "not yet".
+        unclear: without a valid answer in time; the attempt counts.
+        unreached: reached no instance, so no attempt is used up.
+    """
+
+    commit: int = 0
+    rollback: int = 0
+    unknown: int = 0
+    unclear: int = 0
+    later: int = 0
+    unreached: int = 0
+
+    @property
+    def undecided(self) -> int:
+        """Checks that used up an attempt and brought no decision."""
+        return self.unknown + self.unclear
+
+    @property
+    def failing(self) -> bool:
+        """Whether the alert TxBrokerChecksFailing would fire, by counts of 15 minutes: more than
+        half of those that were answered or may have been bring no decision, and at least three."""
+        counted = self.commit + self.rollback + self.undecided
+        return self.undecided >= 3 and self.undecided > counted / 2
+
+
+class CheckReport(Struct, frozen=True):
+    """One check of a transaction and its answer.
+
+    Attributes:
+        outcome: a field of `CheckCounts`, with `returned` for one that reached no instance.
+        answer: in a few words, and the beginning of the endpoint's body, printable.
+    """
+
+    id: str
+    at_ms: int
+    endpoint: str
+    outcome: str
+    answer: str
+
+
+class GroupChecks(Struct, frozen=True):
+    """The checks of one group in the last 15 minutes, and the last answer without a decision."""
+
+    counts: CheckCounts = CheckCounts()
+    undecided: CheckReport | None = None
+
+
+class ParkedAnswer(Struct, frozen=True):
+    """The last answer of parked transactions, and how many of them have it."""
+
+    answer: str
+    count: int
+
+
+PARKED_ANSWERS_MAX = 5
+"""Last answers of a group's parked transactions in an overview, the most frequent first."""
 
 
 class GroupOverview(Struct, frozen=True):
@@ -311,6 +379,11 @@ class GroupOverview(Struct, frozen=True):
         instances: their names, at most `INSTANCES_SHOWN_MAX`.
         unreachable_since_ms: since when no endpoint of it could be reached; None if reachable.
         unreachable_why: the error of the last attempt.
+        check_url: it has registered one, so it can be asked without a session.
+        checks: of the last 15 minutes.
+        parked_answers: why its transactions are parked: their last answers.
+        pending_growth_per_s: of its pending transactions in the last 15 minutes; None if unknown.
+        as_of_ms: the time of the counts, if an owner cannot confirm them now; None: current.
     """
 
     group: str
@@ -321,6 +394,11 @@ class GroupOverview(Struct, frozen=True):
     instances: tuple[str, ...] = ()
     unreachable_since_ms: int | None = None
     unreachable_why: str = ""
+    check_url: bool = False
+    checks: GroupChecks = GroupChecks()
+    parked_answers: tuple[ParkedAnswer, ...] = ()
+    pending_growth_per_s: float | None = None
+    as_of_ms: int | None = None
 
 
 class ProxyOverview(Struct, frozen=True):
@@ -335,6 +413,14 @@ class ProxyOverview(Struct, frozen=True):
         now_ms: its estimate of the brokers' clock.
         why: why it did not answer.
         admin_url: its separate URL for operators, "" if that is `url`.
+        kafka_silent_since_ms: since when Kafka has not answered it for half partitions that it
+            owns; None if Kafka answers.
+        kafka_why: the error of the last attempt, "" before the first one ended.
+        kafka_partitions: these half partitions.
+        lost_last_hour: transactions whose half messages were found deleted before they settled.
+        half_retention_s: retention of half messages; None if unknown.
+        half_retention_headroom_s: until retention reaches an unsettled one without a copy; None
+            without one.
     """
 
     url: str
@@ -346,6 +432,25 @@ class ProxyOverview(Struct, frozen=True):
     now_ms: int = 0
     why: str = ""
     admin_url: str = ""
+    kafka_silent_since_ms: int | None = None
+    kafka_why: str = ""
+    kafka_partitions: tuple[int, ...] = ()
+    lost_last_hour: int = 0
+    half_retention_s: float | None = None
+    half_retention_headroom_s: float | None = None
+
+
+class AuditOverview(Struct, frozen=True):
+    """The newest result of audits of one mode, `batch` or `stream`.
+
+    Attributes:
+        ended_ms: when the batch ended, or up to when the stream has judged.
+        drift: transactions that did not end as decided, by kind, without zeros.
+    """
+
+    mode: str
+    ended_ms: int
+    drift: dict[str, int]
 
 
 class Overview(Struct, frozen=True):
@@ -353,11 +458,12 @@ class Overview(Struct, frozen=True):
     1970.
 
     Attributes:
-        complete: False if a proxy or a half partition did not answer: the counts of its half
-            partitions are null, and sums are lower bounds.
+        complete: False if counts are unknown (null) or not current (`as_of_ms`), as those of a
+            proxy or a half partition that did not answer: sums are then lower bounds, or older.
         groups: those that need attention first; `groups_left_off` further ones are left out.
         refused_topics: refused transactions by the topic that refuses them.
         kafka: the bootstrap servers of the proxy that answered.
+        audits: the newest results of audits.
     """
 
     at_ms: int
@@ -368,6 +474,153 @@ class Overview(Struct, frozen=True):
     groups_left_off: int
     refused_topics: dict[str, int]
     kafka: str = ""
+    audits: tuple[AuditOverview, ...] = ()
+
+    @property
+    def partial(self) -> bool:
+        """Whether counts of a half partition are unknown, so that sums are lower bounds."""
+        return any(partition.pending is None for partition in self.partitions) or not all(
+            proxy.reached for proxy in self.proxies
+        )
+
+    @property
+    def as_of_ms(self) -> int | None:
+        """The time of the oldest counts that are not current; None if all are."""
+        times = [p.as_of_ms for p in self.partitions if p.as_of_ms is not None]
+        return min(times, default=None)
+
+
+HISTORY_S = 3600
+"""How far back the history reaches, seconds."""
+HISTORY_STEPS_S = (1, 10, 30)
+"""Its steps, seconds: the shorter ones only reach the newest minutes."""
+
+
+class HistoryRequest(Struct, frozen=True):
+    """A request for the last hour.
+
+    Attributes:
+        group: only this group, with its last checks and instances; "": all groups together.
+        since_s: how far back, seconds.
+        step_s: the shortest step of interest; None: the shortest that reaches back that far.
+        actions: with operators' actions.
+    """
+
+    group: str = ""
+    since_s: float = HISTORY_S
+    step_s: float | None = None
+    actions: bool = False
+
+
+class Latency(Struct, frozen=True):
+    """Durations in one step: their number, and two percentiles in seconds, as exact as the buckets
+    of the metric."""
+
+    count: int
+    p50_s: float
+    p99_s: float
+
+
+class HistoryPoint(Struct, frozen=True):
+    """One step of the history.
+
+    Attributes:
+        at_ms: its begin.
+        prepared, decided, promoted: transactions within it.
+        pending, parked: transactions at its end; None if unknown, as while Kafka did not answer.
+        oldest_pending_age_s: the greatest age within it.
+        checks: that ended within it.
+        latency: by kind (`prepare`, `decision`, `promotion`); of all groups only.
+        buckets: the same as counts of the metric's buckets, between proxies only.
+        proxies: how many proxies it is known of.
+    """
+
+    at_ms: int
+    prepared: int = 0
+    decided: int = 0
+    promoted: int = 0
+    pending: int | None = None
+    parked: int | None = None
+    oldest_pending_age_s: float | None = None
+    checks: CheckCounts = CheckCounts()
+    latency: dict[str, Latency] = {}
+    buckets: dict[str, tuple[int, ...]] = {}
+    proxies: int = 1
+
+
+class HistoryEvent(Struct, frozen=True):
+    """Something that happened at a proxy.
+
+    Attributes:
+        kind: `start`, `takeover`, `handover`, `problem` or `solved`.
+        group: the producer group that it is about, "" for none.
+    """
+
+    at_ms: int
+    kind: str
+    text: str
+    proxy: str = ""
+    group: str = ""
+
+
+class OperatorAction(Struct, frozen=True):
+    """What an operator did to one transaction, or to several within a minute.
+
+    Attributes:
+        action: `commit`, `rollback`, `revive` or `check`.
+        id: the transaction, the first of several.
+        count: transactions.
+    """
+
+    at_ms: int
+    action: str
+    by: str
+    reason: str
+    group: str
+    id: str
+    count: int = 1
+
+
+class InstanceOverview(Struct, frozen=True):
+    """A connected instance of a group, as its session tells.
+
+    Attributes:
+        address: from where it is connected.
+        client: its library and version, "" if it names none.
+        checks: it has a check function.
+        proxy: to which it is connected.
+    """
+
+    name: str
+    address: str = ""
+    client: str = ""
+    checks: bool = True
+    proxy: str = ""
+
+
+class History(Struct, frozen=True):
+    """The last hour, as the proxies observed it. Times are milliseconds since 1970.
+
+    Attributes:
+        step_s: of the points, seconds. Steps of which no proxy knows anything are left out.
+        complete: False if a proxy did not answer: then counts are lower bounds.
+        events: oldest first.
+        checks: the last checks of the group, newest first.
+        actions: of operators, newest first.
+        actions_since_ms: from when on they are known, by half partition: from its newest snapshot
+            when it was taken over.
+        bounds_s: the upper bounds of the buckets, between proxies only.
+    """
+
+    step_s: int
+    points: tuple[HistoryPoint, ...] = ()
+    events: tuple[HistoryEvent, ...] = ()
+    complete: bool = True
+    checks: tuple[CheckReport, ...] = ()
+    instances: tuple[InstanceOverview, ...] = ()
+    actions: tuple[OperatorAction, ...] = ()
+    actions_since_ms: dict[int, int] = {}
+    bounds_s: dict[str, tuple[float, ...]] = {}
 
 
 class Service(Protocol):
@@ -420,6 +673,9 @@ class Service(Protocol):
 
         A proxy that does not answer is shown as such, with its partitions.
         """
+
+    async def history(self, request: HistoryRequest) -> History:
+        """Return the last hour of the installation; a proxy that does not answer is left out."""
 
     def readiness(self) -> Readiness:
         """Return whether calls can be taken, and if not, why."""

@@ -73,6 +73,10 @@ NO_CHECKS = Checks()
 NO_VERDICT = Verdict()
 
 
+GROUP_OF = attrgetter("half.group")
+"""Returns the group of a transaction, without a Python call."""
+
+
 class Transaction(Struct, gc=False):
     """A transaction and its history.
 
@@ -186,6 +190,11 @@ class Transaction(Struct, gc=False):
         if attempts and not attempts[-1].outcome:
             last = structs.replace(attempts[-1], outcome=intern(detail))
             self.checks = structs.replace(self.checks, attempts=(*attempts[:-1], last))
+
+    @property
+    def last_answer(self) -> str:
+        """The last answer of a check that is known, "" without one."""
+        return next((a.outcome for a in reversed(self.checks.attempts) if a.outcome), "")
 
     # --- the parked topic --------------------------------------------------------------------
 

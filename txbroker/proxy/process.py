@@ -31,15 +31,15 @@ from txbroker.proxy.cluster.broker import Broker
 from txbroker.proxy.cluster.cluster import Cluster
 from txbroker.proxy.cluster.partition_manager import PartitionManager
 from txbroker.proxy.cluster.peers import Peers
-from txbroker.proxy.cluster.watchers import PeerWatcher, ReadinessLog
+from txbroker.proxy.cluster.watchers import PeerWatcher, ReadinessLog, Sampler
 from txbroker.proxy.console import console_pages
 from txbroker.proxy.http import make_admin_app, make_app, make_peer_app, serve
 from txbroker.proxy.http.api import CONTEXT
 from txbroker.proxy.http.guards import PeerGuard, load_principals
-from txbroker.proxy.observe.gauges import AuditMetrics, PartitionGauges, measure_loop
+from txbroker.proxy.observation import Observation
+from txbroker.proxy.observe.gauges import measure_loop
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.metrics import Metrics
-from txbroker.proxy.observe.overview import GroupStatus
 
 RECONNECT_S, RECONNECT_MAX_S = 0.1, 1.0
 """First and longest pause between attempts to reach Kafka at the start, seconds."""
@@ -99,16 +99,16 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         stack.push_async_callback(runner.close)
         for appeared in (sessions.on_appeared, elsewhere.on_appeared, groups.on_change):
             appeared(runner.wake)
-        status = GroupStatus(
-            sessions.instances,
-            runner.unreachable,
-            runner.unreachable_for_s,
+        observation = Observation(
+            sessions,
+            groups,
+            runner,
+            metrics,
+            settings.half_retention_s,
             lambda: app[CONTEXT].unusable_files(),
         )
-        broker = Broker(door, settings, groups, runner, metrics, status, principals)
-        gauges = PartitionGauges(broker, runner.unreachable, settings.half_retention_s)
-        metrics.watch(gauges.read)
-        door.audit.follow(AuditMetrics(metrics).changed)
+        broker = Broker(door, settings, groups, runner, metrics, observation.status, principals)
+        observation.watch(broker, door)
         peers = Peers(identity, tls=peers_tls)
         stack.push_async_callback(peers.close)
         cluster = Cluster(broker, peers)
@@ -128,7 +128,7 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
             pages=console_pages,
         )
         admin_url = await _listen(stack, app, settings, tls, broker.partitions, listening)
-        await _join(stack, broker, peers, elsewhere)
+        await _join(stack, broker, peers, elsewhere, observation)
         url = broker.partitions.url
         yield Proxy(url, admin_url, broker, cluster, groups, sessions, metrics, runner)
 
@@ -156,9 +156,13 @@ def _check_runner(
 
 
 async def _join(
-    stack: AsyncExitStack, broker: Broker, peers: Peers, elsewhere: PeerSessions
+    stack: AsyncExitStack,
+    broker: Broker,
+    peers: Peers,
+    elsewhere: PeerSessions,
+    observation: Observation,
 ) -> None:
-    """Join the other proxies, and watch them and the readiness of this one until the stack ends."""
+    """Join the other proxies, and watch them and this one until the stack ends."""
     readiness = ReadinessLog(broker.readiness)
     broker.on_owners(readiness.look)
     partitions = broker.partitions
@@ -171,10 +175,9 @@ async def _join(
     stack.push_async_callback(broker.close)
     stack.callback(log.info, "stopping")
     await broker.start()
-    watcher.start()
-    stack.push_async_callback(watcher.close)
-    stack.push_async_callback(readiness.close)
-    readiness.start()
+    for started in (watcher, readiness, Sampler(observation.history.sample)):
+        started.start()
+        stack.push_async_callback(started.close)
 
 
 def _log_start(settings: Settings) -> None:

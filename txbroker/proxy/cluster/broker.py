@@ -125,6 +125,7 @@ class Broker:
         self._logs = LogNames(f"{prefix}.half", f"{prefix}.op")
         self._groups = groups
         self._status = status
+        self.history = status.past.history
         self._clock = LogTime(round(time.time() * 1000))
         self._targets = PermittedTargets(
             door.targets, settings.own_topics, settings.reserved_topics
@@ -495,7 +496,7 @@ class Broker:
         return local_overview(
             self.partitions.url,
             self.readiness(),
-            self.ledgers(),
+            self.partitions.open().values(),
             self._status,
             self.now_ms(),
             self.partitions.own_admin_url,

@@ -7,11 +7,14 @@ once: a proxy that receives a forwarded call never forwards it again.
 import asyncio
 import random
 from collections.abc import Awaitable, Sequence
+from typing import TypeVar
 
 from msgspec import structs
 
 from txbroker.contract.service import (
     DecideRequest,
+    History,
+    HistoryRequest,
     ListRequest,
     Overview,
     PrepareRequest,
@@ -30,7 +33,10 @@ from txbroker.proxy.cluster.broker import Broker
 from txbroker.proxy.cluster.forwarding import decode_cursor, merge, new_id, search_place
 from txbroker.proxy.cluster.peers import Peers, Unsent
 from txbroker.proxy.cluster.views import visible_to
+from txbroker.proxy.observe.history import joined_history
 from txbroker.proxy.observe.overview import joined
+
+T = TypeVar("T")
 
 
 class Cluster:
@@ -212,8 +218,7 @@ class Cluster:
 
     async def overview(self) -> Overview:
         assigned = self._partitions.assigned()
-        known = {url for url in (*self._partitions.proxies(), *assigned) if url}
-        others = sorted(known - {self._partitions.url})
+        others = self._others(assigned)
         answers = await asyncio.gather(*[_settled(self._peers.overview(url)) for url in others])
         parts, missing = [await self._broker.overview()], {}
         for url, answer in zip(others, answers, strict=True):
@@ -222,6 +227,19 @@ class Cluster:
             else:
                 parts.append(answer)
         return joined(assigned, parts, missing, self._broker.now_ms())
+
+    def _others(self, assigned: Sequence[str]) -> Sequence[str]:
+        """Return the URLs of the other proxies."""
+        known = {url for url in (*self._partitions.proxies(), *assigned) if url}
+        return sorted(known - {self._partitions.url})
+
+    async def history(self, request: HistoryRequest) -> History:
+        others = self._others(self._partitions.assigned())
+        calls = [_settled(self._peers.history(url, request)) for url in others]
+        answers = await asyncio.gather(*calls)
+        parts = [one for one in answers if not isinstance(one, RequestError)]
+        own = await self._broker.history(request)
+        return joined_history([own, *parts], complete=len(parts) == len(answers))
 
     # --- about this proxy --------------------------------------------------------------------
 
@@ -235,7 +253,7 @@ class Cluster:
         return self._broker.now_ms()
 
 
-async def _settled(call: Awaitable[Overview]) -> Overview | RequestError:
+async def _settled(call: Awaitable[T]) -> T | RequestError:
     try:
         return await call
     except RequestError as error:

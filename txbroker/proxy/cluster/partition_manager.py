@@ -98,6 +98,7 @@ class PartitionManager:
         own_peer_url: where it takes calls of other proxies, "" if at `url`.
         own_admin_url: where it takes calls of operators, "" if at `url`.
         topic_problems: what makes txbroker's own topics unusable.
+        actions: what operators did, as far as the owners here know.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class PartitionManager:
             settings.settled_bytes_max,
             principals,
         )
+        self.actions = self._proxy.actions
         self._closing: set[asyncio.Task[None]] = set()
         self._watching: list[asyncio.Task[None]] = []
         self._listeners: list[Callable[[], None]] = []

@@ -14,6 +14,8 @@ from txbroker.checkers.leases import CONTENT_TYPE, GroupsConnected, PeerIdentity
 from txbroker.contract.frames import CODE_HEADER
 from txbroker.contract.service import (
     DecideRequest,
+    History,
+    HistoryRequest,
     ListRequest,
     Overview,
     PrepareRequest,
@@ -132,6 +134,9 @@ class Peers:
 
     async def list(self, url: str, request: ListRequest) -> TransactionPage:
         return await self._post(url, "list", request, TransactionPage, None)
+
+    async def history(self, url: str, request: HistoryRequest) -> History:
+        return await self._post(url, "history", request, History, None, LOOK_S)
 
     async def sessions(self, url: str) -> GroupsConnected:
         return await self._look(url, SESSIONS_PATH, GroupsConnected)

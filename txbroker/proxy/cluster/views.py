@@ -32,7 +32,8 @@ from txbroker.proxy.partition.history import Account, account_of
 
 def summary(transaction: Transaction) -> TransactionView:
     """Return the view of a transaction in a list: without checks and timeline."""
-    return structs.replace(_view(account_of(transaction), bodies=False), checks=())
+    shown = _view(account_of(transaction), bodies=False)
+    return structs.replace(shown, checks=(), last_answer=transaction.last_answer)
 
 
 class LogNames(NamedTuple):

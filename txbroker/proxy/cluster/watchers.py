@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from txbroker.checkers.leases import PeerSessions
 from txbroker.contract.service import PartitionState, Readiness
+from txbroker.error_text import raised_at, safe_repr
 from txbroker.errors import RequestError
 from txbroker.proxy.cluster.peers import Peers
 from txbroker.proxy.observe.logging import get_logger
@@ -85,6 +86,24 @@ class PeerWatcher(Watcher):
             self._silent[url] += 1
             if self._silent[url] == SILENT_LOOKS:
                 log.warning("proxy does not answer", url=url, why=str(error))
+
+
+class Sampler(Watcher):
+    """Calls a function once a second; a fault in it ends nothing."""
+
+    def __init__(self, sample: Callable[[], None]) -> None:
+        self._sample = sample
+        self._failed = False
+
+    async def _poll(self) -> None:
+        try:
+            self._sample()
+        except Exception as error:
+            if not self._failed:
+                log.error("history not sampled", error=safe_repr(error), where=raised_at(error))
+            self._failed = True
+        else:
+            self._failed = False
 
 
 class ReadinessLog(Watcher):

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from txbroker.proxy.console import actions, pages, search
+from txbroker.proxy.console import actions, group_pages, pages, search
 from txbroker.proxy.console.site import Console
 from txbroker.proxy.http.context import ApiContext
 from txbroker.proxy.http.guards import Guard
@@ -29,4 +29,5 @@ def console_pages(
     context: ApiContext, guard: Guard
 ) -> list[tuple[str, str, Callable[[web.Request], Awaitable[web.Response]]]]:
     """Return method, path and handler of every page of the console."""
-    return Console(context, guard, (*pages.ROUTES, *search.ROUTES, *actions.ROUTES)).routes()
+    routes = (*pages.ROUTES, *group_pages.ROUTES, *search.ROUTES, *actions.ROUTES)
+    return Console(context, guard, routes).routes()

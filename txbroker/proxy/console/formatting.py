@@ -46,9 +46,17 @@ def number(value: float | None) -> str:
     return f"{round(value):,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
 
 
-def rate(value: float) -> str:
-    """Return a rate, with a decimal if it is small."""
-    if 0 < value < 9.95:
+def least(value: float | None, partial: bool, shown: Callable[[float], str] = number) -> str:
+    """Return a number; with `partial`, when other parts of it are unknown, as a lower bound, and a
+    dash instead of 0."""
+    if value is None or (partial and not value):
+        return "–"
+    return f"at least {shown(value)}" if partial else shown(value)
+
+
+def rate(value: float | None) -> str:
+    """Return a rate, with a decimal if it is small, a dash for None."""
+    if value is not None and 0 < value < 9.95:
         return f"{value:.1f}"
     return number(value)
 
@@ -56,6 +64,11 @@ def rate(value: float) -> str:
 def time_of(at_ms: int) -> str:
     """Return a time to the second, UTC."""
     return _at(at_ms).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def clock_of(at_ms: int) -> str:
+    """Return the time of day to the second, UTC."""
+    return _at(at_ms).strftime("%H:%M:%S")
 
 
 def machine_time(at_ms: int) -> str:
@@ -131,7 +144,19 @@ def sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-_FILTERS = (sentence, age, number, rate, time_of, machine_time, text_of, kind_of, parts_of)
+_FILTERS = (
+    sentence,
+    age,
+    number,
+    least,
+    rate,
+    time_of,
+    clock_of,
+    machine_time,
+    text_of,
+    kind_of,
+    parts_of,
+)
 FILTERS: dict[str, Callable[..., object]] = {
     "without_query": partial(without_query, mask=QUERY_MASK),
     **{function.__name__: function for function in _FILTERS},

@@ -1,19 +1,21 @@
-"""The pages that only show (overview, lists, one transaction, groups), and the login."""
+"""The pages that only show (overview, lists, one transaction), and the login."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from aiohttp import web
-from msgspec import structs
 
-from txbroker.contract.policy import GroupPolicy
-from txbroker.contract.service import GroupOverview, Overview, Rates, TransactionView
+from txbroker.contract.service import (
+    Overview,
+    Rates,
+    TransactionView,
+)
 from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import State
 from txbroker.errors import Unauthorized
-from txbroker.principals import Role
-from txbroker.proxy.console.actions import Action, allowed
+from txbroker.proxy.console.actions import allowed
 from txbroker.proxy.console.concerns import concerns_of
+from txbroker.proxy.console.facts import actions_of, hour_of, overview_of
 from txbroker.proxy.console.filters import PAGE_ROWS, AuditNote, convert, read_listing
 from txbroker.proxy.console.formatting import with_query
 from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
@@ -26,55 +28,67 @@ log = get_logger(__name__)
 
 GROUPS_FIRST = 8
 """Groups on the overview."""
-GROUPS_SHOWN_MAX = 250
 OWN_OFFERED_MAX = 200
 """Registered groups offered by the filter."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """The counts summed over all half partitions."""
+    """The counts summed over all half partitions; None where no half partition's is known.
 
-    pending: int
-    parked: int
-    refused: int
-    committed: int
+    Attributes:
+        partial: some are unknown, so that the others are lower bounds.
+        as_of_ms: the time of the oldest that are not current; None if all are.
+    """
+
+    pending: int | None
+    parked: int | None
+    refused: int | None
+    committed: int | None
     oldest_s: float | None
-    rates: Rates
+    rates: Rates | None
+    partial: bool
+    as_of_ms: int | None
 
 
 def sums_of(overview: Overview) -> Sums:
     """Sum the known counts of the half partitions."""
     parts = overview.partitions
     ages = [p.oldest_pending_age_s for p in parts if p.oldest_pending_age_s is not None]
+    current = [p.rates for p in parts if p.pending is not None and p.as_of_ms is None]
+
+    def known(counts: Iterable[int | None]) -> int | None:
+        given = [count for count in counts if count is not None]
+        return sum(given) if given else None
+
     return Sums(
-        pending=sum(p.pending or 0 for p in parts),
-        parked=sum(p.parked or 0 for p in parts),
-        refused=sum(p.refused or 0 for p in parts),
-        committed=sum(p.committed or 0 for p in parts),
+        pending=known(p.pending for p in parts),
+        parked=known(p.parked for p in parts),
+        refused=known(p.refused for p in parts),
+        committed=known(p.committed for p in parts),
         oldest_s=max(ages, default=None),
+        # The present of a half partition that Kafka does not answer for is unknown.
         rates=Rates(
-            sum(p.rates.prepared_per_s for p in parts),
-            sum(p.rates.decided_per_s for p in parts),
-            sum(p.rates.promoted_per_s for p in parts),
-        ),
+            sum(rates.prepared_per_s for rates in current),
+            sum(rates.decided_per_s for rates in current),
+            sum(rates.promoted_per_s for rates in current),
+        )
+        if current
+        else None,
+        partial=overview.partial,
+        as_of_ms=overview.as_of_ms,
     )
-
-
-async def _overview(request: PageRequest) -> Overview:
-    overview = await request.context.service.overview()
-    groups = tuple(group for group in overview.groups if group.group in request.principal.groups)
-    return structs.replace(overview, groups=groups)
 
 
 async def overview(request: PageRequest) -> HtmlPage | Redirect:
     """Show problems with their next steps, then the counts."""
-    stats = await _overview(request)
+    stats = await overview_of(request)
     values = {
         "overview": stats,
         "sums": sums_of(stats),
         "concerns": concerns_of(stats),
-        "actions": _actions(request),
+        "actions": actions_of(request),
+        "hour": await hour_of(request),
         "groups": stats.groups[:GROUPS_FIRST],
         "groups_more": max(0, len(stats.groups) - GROUPS_FIRST) + stats.groups_left_off,
     }
@@ -96,7 +110,7 @@ async def transactions(request: PageRequest) -> HtmlPage | Redirect:
         "states": list(State),
         "settled": listing.filter.state in SETTLED,
         "offered": _registered(request)[:OWN_OFFERED_MAX],
-        "actions": [a for a in _actions(request) if allowed(a, listing.filter.state)],
+        "actions": [a for a in actions_of(request) if allowed(a, listing.filter.state)],
         "first": None if listing.cursor is None else with_query("/transactions", query),
         "next": None
         if page.next_cursor is None
@@ -117,15 +131,11 @@ async def transaction(request: PageRequest) -> HtmlPage | Redirect:
         "bodies": bodies,
         "trace": trace,
         "sees_bodies": request.principal.sees_bodies,
-        "actions": [action for action in _actions(request) if view.state in action.states],
+        "actions": [action for action in actions_of(request) if view.state in action.states],
         "next_check_s": _in_s(view, request.context.service.now_ms()),
         "done": request.query.get("done", "")[:20],
     }
     return HtmlPage("transaction.html", values)
-
-
-def _actions(request: PageRequest) -> Iterable[Action]:
-    return Action if request.principal.role is Role.OPERATOR else ()
 
 
 def _registered(request: PageRequest) -> list[str]:
@@ -137,40 +147,6 @@ def _in_s(view: TransactionView, now_ms: int) -> float | None:
     if view.state is not State.PENDING or view.next_check_at_ms is None:
         return None
     return max(0, view.next_check_at_ms - now_ms) / 1000
-
-
-@dataclass(frozen=True)
-class GroupRow:
-    """A group on the page of groups."""
-
-    overview: GroupOverview
-    policy: GroupPolicy | None
-    problem: str | None
-
-
-async def groups(request: PageRequest) -> HtmlPage | Redirect:
-    """Show the producer groups: reachability and undecided transactions."""
-    stats = await _overview(request)
-    name = request.query.get("name", "").strip()
-    rows = [row for row in _rows(request, stats) if name.lower() in row.overview.group.lower()]
-    values = {
-        "overview": stats,
-        "rows": rows[:GROUPS_SHOWN_MAX],
-        "more": max(0, len(rows) - GROUPS_SHOWN_MAX) + stats.groups_left_off,
-        "name": name,
-        "actions": _actions(request),
-    }
-    return HtmlPage("groups.html", values)
-
-
-def _rows(request: PageRequest, stats: Overview) -> Iterator[GroupRow]:
-    """Yield every known group, those that need attention first."""
-    registered = {n: p for n, p in request.context.groups.list() if n in request.principal.groups}
-    for group in stats.groups:
-        policy = registered.pop(group.group, None)
-        yield GroupRow(group, policy, request.context.groups.problem(group.group))
-    for name, policy in registered.items():
-        yield GroupRow(GroupOverview(name), policy, request.context.groups.problem(name))
 
 
 # --- login -----------------------------------------------------------------------------------
@@ -222,7 +198,6 @@ ROUTES = (
     Route("GET", "/", overview),
     Route("GET", "/transactions", transactions),
     Route("GET", "/transactions/{id}", transaction),
-    Route("GET", "/groups", groups),
     Route("GET", "/login", show_login, open=True),
     Route("POST", "/login", do_login, open=True),
     Route("POST", "/logout", do_logout, open=True),

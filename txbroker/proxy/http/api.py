@@ -4,6 +4,7 @@ import copy
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import cast
 from urllib.parse import unquote
 
 from aiohttp import web
@@ -15,7 +16,7 @@ from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.leases import Leases
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config.settings import Settings
-from txbroker.contract.service import Overview, Service
+from txbroker.contract.service import History, HistoryRequest, Overview, Service
 from txbroker.errors import (
     AdminOnly,
     BadRequest,
@@ -28,8 +29,8 @@ from txbroker.principals import READERS, Directory
 from txbroker.proxy.cluster.forwarding import CALLER, CALLER_HEADER, PREFIX
 from txbroker.proxy.http import groups as group_operations
 from txbroker.proxy.http import transactions
-from txbroker.proxy.http.bodies import HealthBody, ReadyBody
-from txbroker.proxy.http.context import ApiContext, CallBatcher
+from txbroker.proxy.http.bodies import HealthBody, HistoryQuery, ReadyBody
+from txbroker.proxy.http.context import ApiContext, CallBatcher, seen_by
 from txbroker.proxy.http.endpoints import ApiEndpoint, failure_answer
 from txbroker.proxy.http.front import DirectCalls
 from txbroker.proxy.http.guards import (
@@ -107,6 +108,16 @@ async def overview(call: ApiCall) -> ApiReply:
     return ApiReply(200, structs.replace(overview, groups=groups, kafka=kafka))
 
 
+async def history(call: ApiCall) -> ApiReply:
+    """The last hour: counts, checks and latencies by step, and what happened."""
+    query = cast(HistoryQuery, call.query)
+    if query.group is not None:
+        call.principal.check_group(query.group)
+    request = HistoryRequest(query.group or "", query.since_s, query.step_s, query.actions)
+    found = await call.context.service.history(request)
+    return ApiReply(200, seen_by(found, call.principal))
+
+
 async def metrics(call: ApiCall) -> ApiReply:
     """Metrics for Prometheus."""
     return ApiReply(200, call.context.metrics.text())
@@ -124,6 +135,14 @@ OPERATIONS = (
         overview,
         "GET /v1/overview",
         {200: Overview},
+        roles=READERS,
+        admin=True,
+    ),
+    Operation(
+        history,
+        "GET /v1/history",
+        {200: History},
+        query=HistoryQuery,
         roles=READERS,
         admin=True,
     ),

@@ -11,7 +11,12 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from txbroker.contract.json import TARGET_PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.contract.policy import GROUP_NAME_CHARS_MAX, GroupPolicy
-from txbroker.contract.service import LIST_LIMIT_MAX, TransactionView
+from txbroker.contract.service import (
+    HISTORY_S,
+    HISTORY_STEPS_S,
+    LIST_LIMIT_MAX,
+    TransactionView,
+)
 from txbroker.core.records import Decision, State
 
 TEXT_MAX = 1000
@@ -333,6 +338,28 @@ class TransactionBody(TransactionView, frozen=True, kw_only=True, omit_defaults=
     waiting: Annotated[
         str, Meta(description="Why a due check is not made. Only of a single transaction.")
     ] = ""
+
+
+class HistoryQuery(RequestBody, frozen=True):
+    """What of the last hour."""
+
+    group: Group | None = None
+    since_s: Annotated[float, Meta(ge=1, le=HISTORY_S, description="How far back, seconds.")] = (
+        HISTORY_S
+    )
+    step_s: (
+        Annotated[
+            float,
+            Meta(
+                ge=1,
+                le=HISTORY_STEPS_S[-1],
+                description="The least step, seconds: 1 reaches back 5 minutes, 10 a quarter of an "
+                "hour, 30 an hour. Without it the least that reaches `since_s`.",
+            ),
+        ]
+        | None
+    ) = None
+    actions: Annotated[bool, Meta(description="With operators' actions.")] = False
 
 
 class PageBody(AnswerBody, frozen=True):

@@ -13,6 +13,7 @@ from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config.settings import Settings
 from txbroker.contract.service import (
     DecideRequest,
+    History,
     ListRequest,
     PrepareRequest,
     Run,
@@ -150,6 +151,18 @@ class ApiContext:
         for file in self.files:
             unusable[file.name] = unusable.get(file.name, False) or file.unusable
         return unusable
+
+
+def seen_by(history: History, principal: Principal) -> History:
+    """Return a history without the events and actions of other groups than the principal's."""
+    if principal.groups.everything:
+        return history
+    groups = principal.groups
+    return structs.replace(
+        history,
+        events=tuple(e for e in history.events if not e.group or e.group in groups),
+        actions=tuple(action for action in history.actions if action.group in groups),
+    )
 
 
 Scoped = TypeVar("Scoped", ListRequest, SearchRequest)

@@ -49,7 +49,16 @@ PRINCIPAL: web.RequestKey[Principal] = web.RequestKey("principal", Principal)
 """The caller of an admitted request."""
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-_PAGES = ("/transactions", "/groups", "/actions", "/static", "/login", "/logout")
+_PAGES = (
+    "/transactions",
+    "/groups",
+    "/group",
+    "/audit",
+    "/actions",
+    "/static",
+    "/login",
+    "/logout",
+)
 _WILDCARDS = frozenset({"0.0.0.0", "::"})
 _NO_CREDENTIAL = "this call needs a valid credential: send a token as `authorization: Bearer TOKEN`"
 """The same for a missing, wrong, expired and revoked one, so it does not reveal which exist."""

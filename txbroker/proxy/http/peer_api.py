@@ -25,6 +25,7 @@ from txbroker.checkers.leases import (
 from txbroker.contract.service import (
     LIST_LIMIT_MAX,
     DecideRequest,
+    HistoryRequest,
     ListRequest,
     PrepareRequest,
     SearchRequest,
@@ -90,6 +91,7 @@ class PeerApi:
             "find": end("find", ById, self._find),
             "list": end("list", ListRequest, self._list),
             "search": end("search", SearchRequest, self._service.search),
+            "history": end("history", HistoryRequest, self._history),
         }
         return [
             *[("POST", f"{PREFIX}/{name}", handler) for name, handler in forwarded.items()],
@@ -139,6 +141,9 @@ class PeerApi:
         if not 0 <= (request.older_than_s or 0) <= SECONDS_MAX * 100:
             raise BadRequest(f"older_than_s must be from 0 to {SECONDS_MAX * 100}")
         return await self._service.list(request)
+
+    async def _history(self, request: HistoryRequest) -> object:
+        return await self._service.history(request)
 
     async def _overview(self, request: web.Request) -> web.Response:
         async def answer() -> object:

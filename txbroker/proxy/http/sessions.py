@@ -35,9 +35,11 @@ from txbroker.proxy.http.limits import (
     check_reason,
     message_bytes,
 )
-from txbroker.proxy.observe.logging import get_logger
+from txbroker.proxy.observe.logging import get_logger, printable
 from txbroker.proxy.observe.tracing import traced_alone
 
+CLIENT_CHARS_MAX = 100
+"""Of the name and version of a client that an operator sees."""
 log = get_logger(__name__)
 
 CLOCK_S = 60.0
@@ -99,6 +101,8 @@ class SdkSession:
         self._loop = asyncio.get_running_loop()
         self.group = hello.group
         self.instance = hello.instance
+        self.address = request.remote or ""
+        self.client = printable(request.headers.get("User-Agent", "")[:CLIENT_CHARS_MAX])
         self.checks = hello.checks
         self.draining = False
         self.closed = False

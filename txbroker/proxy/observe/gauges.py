@@ -7,6 +7,7 @@ from collections.abc import Callable, Sized
 from weakref import WeakKeyDictionary
 
 from txbroker.contract.audit import BATCH_KEY, STREAM_KEY, AuditNews, decode_news
+from txbroker.contract.service import AuditOverview
 from txbroker.core.decoding import Malformed, NewerVersion
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.metrics import Gauges, Metrics
@@ -61,11 +62,15 @@ class PartitionGauges:
             partitions=Counter(text.partition(":")[0] for text in states),
             topic_problems=len(self._broker.topic_problems()),
             half_retention_seconds=self._half_retention_s,
-            half_retention_headroom_seconds=min(
-                (left_s for left_s in map(self._headroom_s, owners) if left_s is not None),
-                default=None,
-            ),
+            half_retention_headroom_seconds=self.retention()[1],
         )
+
+    def retention(self) -> tuple[float, float | None]:
+        """Return the retention of half messages, and the time until it reaches one without a copy
+        (None without one), seconds."""
+        headroom = map(self._headroom_s, self._broker.ledgers())
+        left = min((left_s for left_s in headroom if left_s is not None), default=None)
+        return self._half_retention_s, left
 
     def _headroom_s(self, owner: ObservedPartition) -> float | None:
         """Return the time until retention reaches a message without a copy; None if all have one.
@@ -123,6 +128,13 @@ class AuditMetrics:
             log.warning("audit is newer", key=key, why=str(error))
         except Malformed as error:
             log.warning("audit record not read", key=key, why=str(error))
+
+    def overviews(self) -> list[AuditOverview]:
+        """Return the newest results for operators."""
+        return [
+            AuditOverview(mode, news.ended_ms, {k: n for k, n in news.drift.items() if n})
+            for mode, news in self._news.items()
+        ]
 
     def _gauges(self) -> Gauges:
         drift: dict[str, int] = {}

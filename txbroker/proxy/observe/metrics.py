@@ -188,38 +188,42 @@ class _Labels:
 
 
 class Latency(Collector):
-    """A histogram of every transaction, at a fifth of the cost of prometheus_client's."""
+    """A histogram of every transaction, at a fifth of the cost of prometheus_client's.
+
+    Attributes:
+        counts: of each bucket, not summed, by label.
+    """
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], label: str = "") -> None:
         self._name = name
         self._text = text
-        self._bounds = bounds
+        self.bounds = bounds
         self._label = label
-        self._counts: dict[str, list[int]] = {} if label else {"": self._zeros()}
+        self.counts: dict[str, list[int]] = {} if label else {"": self._zeros()}
         self._sums: defaultdict[str, float] = defaultdict(float)
 
     def _zeros(self) -> list[int]:
-        return [0] * (len(self._bounds) + 1)
+        return [0] * (len(self.bounds) + 1)
 
     def observe(self, durations_s: Iterable[float], value: str = "") -> None:
-        counts, bounds = self._counts.get(value), self._bounds
+        counts, bounds = self.counts.get(value), self.bounds
         if counts is None:
-            counts = self._counts[value] = self._zeros()
+            counts = self.counts[value] = self._zeros()
         for duration_s in durations_s:
             counts[bisect_left(bounds, duration_s)] += 1
             self._sums[value] += duration_s
 
     def add(self, duration_s: float, count: int = 1) -> None:
         """Record operations that were answered together, after `duration_s` seconds."""
-        self._counts[""][bisect_left(self._bounds, duration_s)] += count
+        self.counts[""][bisect_left(self.bounds, duration_s)] += count
         self._sums[""] += duration_s * count
 
     def collect(self) -> Iterable[Metric]:
-        names = [*map(str, self._bounds), "+Inf"]
+        names = [*map(str, self.bounds), "+Inf"]
         family = HistogramMetricFamily(
             self._name, self._text, labels=[self._label] if self._label else None
         )
-        for value, counts in self._counts.items():
+        for value, counts in self.counts.items():
             buckets = list(zip(names, map(float, accumulate(counts)), strict=True))
             family.add_metric([value] if self._label else [], buckets, self._sums[value])
         yield family
@@ -256,6 +260,7 @@ class Metrics:
     Attributes:
         prepare_latency, decision_latency: for what answers these calls.
         loop_lag: for what measures the event loop.
+        latencies: the histograms of latencies without a label, by name.
     """
 
     def __init__(
@@ -272,6 +277,7 @@ class Metrics:
         self._described: list[Described] = [_ANSWERS]
         self._answers = _Answers()
         self.registry.register(self._answers)
+        self.latencies: dict[str, Latency] = {}
         self._make_counters()
         self._make_histograms()
         self.registry.register(_GaugeCollector(self))
@@ -315,6 +321,8 @@ class Metrics:
             self._described.append(Described(f"txbroker_{name}", "histogram", labels, text))
             collector = Latency(f"txbroker_{name}", text, bounds, *labels)
             self.registry.register(collector)
+            if not labels:
+                self.latencies[name] = collector
             return collector
 
         self._check_s = latency("check_duration_seconds", "Duration of a check.", _CHECK_S, "group")

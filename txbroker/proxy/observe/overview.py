@@ -3,85 +3,67 @@
 Overviews and gauges read counters that the ledgers keep, and walk no transactions, so that a scrape
 takes milliseconds even with a million pending transactions."""
 
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from msgspec import Struct, structs
 
 from txbroker import __version__
 from txbroker.contract.service import (
+    HISTORY_STEPS_S,
     INSTANCES_SHOWN_MAX,
     OVERVIEW_GROUPS_MAX,
+    PARKED_ANSWERS_MAX,
+    AuditOverview,
+    CheckCounts,
+    GroupChecks,
     GroupOverview,
+    History,
+    HistoryRequest,
     Overview,
+    ParkedAnswer,
     PartitionOverview,
     PartitionState,
     ProxyOverview,
-    Rates,
     Readiness,
 )
 from txbroker.core.ledger import Ledger
+from txbroker.proxy.observe.counting import RateCounter
 
-WINDOW_S = 10.0
-"""Rates are averages over about this time, seconds."""
-
-
-class _Sample(NamedTuple):
-    at_s: float
-    prepared: int
-    decided: int
-    promoted: int
+PARKED_LOOKED_AT_MAX = 1000
+"""Parked transactions of a half partition whose last answers an overview counts."""
 
 
-class RateCounter:
-    """Counts the transactions of one half partition.
+class ObservedKafka(Protocol):
+    """Whether Kafka answers an owner.
 
     Attributes:
-        prepared, decided, promoted: transactions so far; the caller adds to them.
+        why: the error of the last read, "" if it succeeded.
     """
 
-    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self.prepared = self.decided = self.promoted = 0
-        self._clock_s = clock_s
-        self._samples: deque[_Sample] = deque([self._now()])
+    why: str
 
-    def sample(self) -> None:
-        now = self._now()
-        self._samples.append(now)
-        # The first sample kept is the last one before the window.
-        while len(self._samples) > 1 and self._samples[1].at_s <= now.at_s - WINDOW_S:
-            self._samples.popleft()
-
-    def per_second(self) -> Rates:
-        now = self._now()
-        # Samples are late while Kafka does not answer; the newest one before the window is the
-        # most accurate start.
-        before = self._samples[0]
-        for sample in self._samples:
-            if sample.at_s > now.at_s - WINDOW_S:
-                break
-            before = sample
-        passed_s = now.at_s - before.at_s
-        if passed_s <= 0:
-            return Rates()
-        return Rates(
-            (now.prepared - before.prepared) / passed_s,
-            (now.decided - before.decided) / passed_s,
-            (now.promoted - before.promoted) / passed_s,
-        )
-
-    def _now(self) -> _Sample:
-        return _Sample(self._clock_s(), self.prepared, self.decided, self.promoted)
+    def silent_since_ms(self, now_ms: int) -> int | None:
+        """Return since when Kafka has not answered, None if it answers."""
 
 
 class ObservedPartition(Protocol):
-    """The owner of a half partition."""
+    """The owner of a half partition.
+
+    Attributes:
+        suspended_since_ms: None if it is not suspended.
+    """
 
     partition: int
     ledger: Ledger
     rates: RateCounter
+    suspended_since_ms: int | None
+
+    @property
+    def kafka(self) -> ObservedKafka:
+        """Whether Kafka answers it."""
 
     def now_ms(self) -> int:
         """Return the time by the brokers' clock, ms."""
@@ -100,9 +82,38 @@ class ObservedBroker(Protocol):
         """Return the problems of txbroker's own topics."""
 
 
+FILE_PROBLEM = "the file of "
+"""How the problem of a file begins."""
 UNREACHABLE = "unreachable"
 """The state of a half partition whose proxy did not answer."""
 _NOT_OURS = frozenset({PartitionState.ELSEWHERE, PartitionState.NONE})
+
+
+class Past(Protocol):
+    """The last hour, as a proxy observed it."""
+
+    def lost(self) -> int:
+        """Return how many transactions were found without their half messages."""
+
+    def growth_per_s(self, group: str) -> float | None:
+        """Return by how much the pending transactions of a group grow, on average of the last 15
+        minutes; None if they were not observed that long."""
+
+    async def history(self, request: HistoryRequest) -> History:
+        """Return the history of this proxy."""
+
+
+class NoPast:
+    """The last hour of a proxy that does not observe itself."""
+
+    def lost(self) -> int:
+        return 0
+
+    def growth_per_s(self, group: str) -> float | None:
+        return None
+
+    async def history(self, request: HistoryRequest) -> History:
+        return History(HISTORY_STEPS_S[-1])
 
 
 class GroupStatus(Struct, frozen=True):
@@ -113,12 +124,22 @@ class GroupStatus(Struct, frozen=True):
         unreachable: returns the reason for each unreachable group.
         unreachable_for_s: returns for how many seconds each of them has been unreachable.
         files_not_read: returns by setting whether the content of its file cannot be used.
+        checks: returns the checks of each group, their times by this time.
+        check_urls: returns the groups that can be asked at a URL.
+        audits: returns the newest results of audits.
+        retention: returns the retention of half messages and the headroom, as in `ProxyOverview`.
+        past: the last hour.
     """
 
     connected: Callable[[], Mapping[str, Sequence[str]]] = dict
     unreachable: Callable[[], Mapping[str, str]] = dict
     unreachable_for_s: Callable[[], Mapping[str, float]] = dict
     files_not_read: Callable[[], Mapping[str, bool]] = dict
+    checks: Callable[[int], Mapping[str, GroupChecks]] = lambda _: {}
+    check_urls: Callable[[], Collection[str]] = frozenset
+    audits: Callable[[], Iterable[AuditOverview]] = tuple
+    retention: Callable[[], tuple[float | None, float | None]] = lambda: (None, None)
+    past: Past = NoPast()
 
 
 # --- of one proxy ----------------------------------------------------------------------------
@@ -142,42 +163,102 @@ def local_overview(
     """
     by_number = {owner.partition: owner for owner in owners}
     # Read once, so that the oldest age of a partition is never below that of its groups.
-    moments = {number: owner.now_ms() for number, owner in by_number.items()}
+    moments = {number: _moment(owner) for number, owner in by_number.items()}
     partitions = []
     for number, text in sorted(readiness.partitions.items()):
         state, _, why = text.partition(": ")
         if state in _NOT_OURS:
             continue
         shown = PartitionOverview(number, url, state, why)
-        owner = by_number.get(number)
-        partitions.append(shown if owner is None else _counted(shown, owner, moments[number]))
+        moment = moments.get(number)
+        partitions.append(shown if moment is None else _counted(shown, moment))
     groups: dict[str, GroupOverview] = {}
     refused: Counter[str] = Counter()
-    for owner in by_number.values():
-        refused.update(owner.ledger.index.refused_by_topic)
-        for group in _groups(owner, moments[owner.partition]):
+    for moment in moments.values():
+        refused.update(moment.owner.ledger.index.refused_by_topic)
+        for group in _groups(moment):
             _add_group(groups, group)
     for group in _reachability(status, now_ms):
         _add_group(groups, group)
-    ours = tuple(shown.partition for shown in partitions)
-    proxy = ProxyOverview(
+    for name, checks in status.checks(now_ms).items():
+        # A group that was only checked, and not in vain, needs no line of its own.
+        if name in groups or checks.counts.failing:
+            _add_group(groups, GroupOverview(name, checks=checks))
+    named = _most_needed(groups.values())
+    return Overview(
+        at_ms=now_ms,
+        complete=all(_current(shown) for shown in partitions),
+        proxies=(
+            structs.replace(
+                _proxy(url, readiness, status, moments),
+                partitions=tuple(shown.partition for shown in partitions),
+                now_ms=now_ms,
+                admin_url=admin_url,
+            ),
+        ),
+        partitions=tuple(partitions),
+        groups=_completed(named, status),
+        groups_left_off=len(groups) - len(named),
+        refused_topics=dict(refused),
+        audits=tuple(status.audits()),
+    )
+
+
+class _Moment(NamedTuple):
+    """An owner, and its clock and state while an overview is made.
+
+    Attributes:
+        silent_since_ms: since when Kafka has not answered it; None if it answers.
+        as_of_ms: the time of its counts; None if they are current.
+    """
+
+    owner: ObservedPartition
+    now_ms: int
+    silent_since_ms: int | None
+    as_of_ms: int | None
+
+
+def _moment(owner: ObservedPartition) -> _Moment:
+    now_ms = owner.now_ms()
+    silent_ms = owner.kafka.silent_since_ms(now_ms)
+    since = [at_ms for at_ms in (silent_ms, owner.suspended_since_ms) if at_ms is not None]
+    return _Moment(owner, now_ms, silent_ms, min(since, default=None))
+
+
+def _current(shown: PartitionOverview) -> bool:
+    return shown.pending is not None and shown.as_of_ms is None
+
+
+def _proxy(
+    url: str, readiness: Readiness, status: GroupStatus, moments: Mapping[int, _Moment]
+) -> ProxyOverview:
+    silent = {n: m.silent_since_ms for n, m in moments.items() if m.silent_since_ms is not None}
+    whys = [m.owner.kafka.why for n, m in moments.items() if n in silent and m.owner.kafka.why]
+    retention_s, headroom_s = status.retention()
+    return ProxyOverview(
         url=url,
         ready=readiness.ready,
         problems=(*readiness.problems, *_not_read(status)),
         version=__version__,
-        partitions=ours,
-        now_ms=now_ms,
-        admin_url=admin_url,
+        kafka_silent_since_ms=min(silent.values(), default=None),
+        kafka_why=whys[0] if whys else "",
+        kafka_partitions=tuple(silent),
+        lost_last_hour=status.past.lost(),
+        half_retention_s=retention_s,
+        half_retention_headroom_s=headroom_s,
     )
-    named = _most_needed(groups.values())
-    return Overview(
-        at_ms=now_ms,
-        complete=all(shown.pending is not None for shown in partitions),
-        proxies=(proxy,),
-        partitions=tuple(partitions),
-        groups=named,
-        groups_left_off=len(groups) - len(named),
-        refused_topics=dict(refused),
+
+
+def _completed(groups: Sequence[GroupOverview], status: GroupStatus) -> tuple[GroupOverview, ...]:
+    """Return groups with what only those that are listed need."""
+    urls, past = status.check_urls(), status.past
+    return tuple(
+        structs.replace(
+            group,
+            check_url=group.group in urls,
+            pending_growth_per_s=past.growth_per_s(group.group),
+        )
+        for group in groups
     )
 
 
@@ -186,30 +267,33 @@ def _not_read(status: GroupStatus) -> Iterable[str]:
     for name, unread in status.files_not_read().items():
         if unread:
             yield (
-                f"the file of {name} cannot be used, so its last content stays in force: see `file "
-                "not read` in the log"
+                f"{FILE_PROBLEM}{name} cannot be used, so its last content stays in force: see "
+                "`file not read` in the log"
             )
 
 
-def _counted(shown: PartitionOverview, owner: ObservedPartition, now_ms: int) -> PartitionOverview:
-    ledger = owner.ledger
+def _counted(shown: PartitionOverview, moment: _Moment) -> PartitionOverview:
+    index = moment.owner.ledger.index
     oldest = [
         at_ms
-        for group in ledger.index.pending_by_group
-        if (at_ms := ledger.index.oldest_pending_ms(group)) is not None
+        for group in index.pending_by_group
+        if (at_ms := index.oldest_pending_ms(group)) is not None
     ]
-    first = next(iter(ledger.index.ready.values()), None)
-    parked = len(ledger.index.parked)
+    first = next(iter(index.ready.values()), None)
+    parked = len(index.parked)
     return structs.replace(
         shown,
-        pending=ledger.index.undecided_count - parked,
+        pending=index.undecided_count - parked,
         parked=parked,
-        refused=len(ledger.index.refused),
-        committed=len(ledger.index.ready),
-        settled=len(ledger.index.settled),
-        oldest_pending_age_s=_age_s(now_ms, min(oldest, default=None)),
-        oldest_committed_age_s=_age_s(now_ms, None if first is None else first.verdict.at_ms),
-        rates=owner.rates.per_second(),
+        refused=len(index.refused),
+        committed=len(index.ready),
+        settled=len(index.settled),
+        oldest_pending_age_s=_age_s(moment.now_ms, min(oldest, default=None)),
+        oldest_committed_age_s=_age_s(
+            moment.now_ms, None if first is None else first.verdict.at_ms
+        ),
+        rates=moment.owner.rates.per_second(),
+        as_of_ms=moment.as_of_ms,
     )
 
 
@@ -217,12 +301,25 @@ def _age_s(now_ms: int, since_ms: int | None) -> float | None:
     return None if since_ms is None else max(0, now_ms - since_ms) / 1000
 
 
-def _groups(owner: ObservedPartition, now_ms: int) -> Iterable[GroupOverview]:
-    ledger = owner.ledger
-    pending, parked = ledger.index.pending_by_group, ledger.index.parked_by_group
+def _groups(moment: _Moment) -> Iterable[GroupOverview]:
+    index = moment.owner.ledger.index
+    pending, parked = index.pending_by_group, index.parked_by_group
+    answers: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for transaction in islice(index.parked.values(), PARKED_LOOKED_AT_MAX):
+        answers[transaction.half.group][transaction.last_answer] += 1
     for name in pending.keys() | parked.keys():
-        age_s = _age_s(now_ms, ledger.index.oldest_pending_ms(name))
-        yield GroupOverview(name, pending.get(name, 0), parked.get(name, 0), age_s)
+        yield GroupOverview(
+            name,
+            pending.get(name, 0),
+            parked.get(name, 0),
+            _age_s(moment.now_ms, index.oldest_pending_ms(name)),
+            parked_answers=_most_frequent(answers[name]) if name in answers else (),
+            as_of_ms=moment.as_of_ms,
+        )
+
+
+def _most_frequent(answers: Counter[str]) -> tuple[ParkedAnswer, ...]:
+    return tuple(ParkedAnswer(*pair) for pair in answers.most_common(PARKED_ANSWERS_MAX))
 
 
 def _reachability(status: GroupStatus, now_ms: int) -> Iterable[GroupOverview]:
@@ -253,14 +350,18 @@ def joined(
     known: dict[int, PartitionOverview] = {}
     groups: dict[str, GroupOverview] = {}
     refused: Counter[str] = Counter()
+    audits: dict[str, AuditOverview] = {}
     proxies = [ProxyOverview(url, reached=False, why=why) for url, why in missing.items()]
     for part in parts:
         proxies.extend(part.proxies)
         refused.update(part.refused_topics)
         for shown in part.partitions:
-            # While a partition moves, two proxies may report it: the owner's report has counts.
-            if shown.partition not in known or known[shown.partition].pending is None:
+            # While a partition moves, two proxies may report it: the owner's report has counts,
+            # and they are current.
+            if shown.partition not in known or _rank(shown) > _rank(known[shown.partition]):
                 known[shown.partition] = shown
+        for audit in part.audits:
+            audits[audit.mode] = max(audits.get(audit.mode, audit), audit, key=_ended)
         for group in part.groups:
             _add_group(groups, group)
     partitions = tuple(
@@ -270,13 +371,23 @@ def joined(
     left_off = len(groups) - len(named) + sum(part.groups_left_off for part in parts)
     return Overview(
         at_ms=at_ms,
-        complete=not missing and all(shown.pending is not None for shown in partitions),
+        complete=not missing and all(_current(shown) for shown in partitions),
         proxies=tuple(sorted(proxies, key=lambda proxy: proxy.url)),
         partitions=partitions,
         groups=named,
         groups_left_off=left_off,
         refused_topics=dict(refused),
+        audits=tuple(audits.values()),
     )
+
+
+def _ended(audit: AuditOverview) -> int:
+    return audit.ended_ms
+
+
+def _rank(shown: PartitionOverview) -> tuple[bool, bool]:
+    """Order reports of one half partition by how much they know."""
+    return (shown.pending is not None, _current(shown))
 
 
 def _unknown(number: int, url: str, missing: Mapping[str, str]) -> PartitionOverview:
@@ -299,6 +410,9 @@ def _add_group(groups: dict[str, GroupOverview], report: GroupOverview) -> None:
     # An instance has sessions at several owners, and counts once.
     instances = tuple(dict.fromkeys(known.instances + report.instances))
     unnamed = known.sessions + report.sessions - len(known.instances) - len(report.instances)
+    growth = [known.pending_growth_per_s, report.pending_growth_per_s]
+    grown = [per_s for per_s in growth if per_s is not None]
+    times = [at_ms for at_ms in (known.as_of_ms, report.as_of_ms) if at_ms is not None]
     groups[report.group] = GroupOverview(
         report.group,
         known.pending + report.pending,
@@ -307,7 +421,38 @@ def _add_group(groups: dict[str, GroupOverview], report: GroupOverview) -> None:
         max(known.sessions, report.sessions, len(instances) if not unnamed else 0),
         instances[:INSTANCES_SHOWN_MAX],
         *since,
+        check_url=known.check_url or report.check_url,
+        checks=_both_checks(known.checks, report.checks),
+        parked_answers=_both_answers(known.parked_answers, report.parked_answers),
+        pending_growth_per_s=sum(grown) if grown else None,
+        as_of_ms=min(times, default=None),
     )
+
+
+def _both_checks(one: GroupChecks, other: GroupChecks) -> GroupChecks:
+    if other == _NO_CHECKS:
+        return one
+    if one == _NO_CHECKS:
+        return other
+    reports = [r for r in (one.undecided, other.undecided) if r is not None]
+    counts = zip(structs.astuple(one.counts), structs.astuple(other.counts), strict=True)
+    return GroupChecks(
+        CheckCounts(*map(sum, counts)), max(reports, key=lambda r: r.at_ms, default=None)
+    )
+
+
+_NO_CHECKS = GroupChecks()
+
+
+def _both_answers(
+    one: tuple[ParkedAnswer, ...], other: tuple[ParkedAnswer, ...]
+) -> tuple[ParkedAnswer, ...]:
+    if not (one and other):
+        return one or other
+    counts: Counter[str] = Counter()
+    for answer in one + other:
+        counts[answer.answer] += answer.count
+    return _most_frequent(counts)
 
 
 def _most_needed(groups: Iterable[GroupOverview]) -> tuple[GroupOverview, ...]:
@@ -315,7 +460,7 @@ def _most_needed(groups: Iterable[GroupOverview]) -> tuple[GroupOverview, ...]:
 
     def need(group: GroupOverview) -> tuple[bool, bool, float, str]:
         return (
-            group.unreachable_since_ms is None,
+            group.unreachable_since_ms is None and not group.checks.counts.failing,
             not group.parked,
             -(group.oldest_pending_age_s or 0.0),
             group.group,

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from msgspec import Struct, structs
 
-from txbroker.core.encoding import BATCH_OVERHEAD_BYTES, Row
+from txbroker.core.encoding import BATCH_OVERHEAD_BYTES, MarkerRow, Row
 from txbroker.core.ledger import ApplyResult, Effect
-from txbroker.core.records import Anchor, Record
+from txbroker.core.records import Anchor, MarkerKind, Record, Source
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Appended, AppendRefused, AppendUnknown, Log, LogTruncated
 from txbroker.errors import (
@@ -52,12 +52,17 @@ class Priority(Enum):
     """Markers of checks and of their results."""
 
 
+# An attribute of an enumeration costs as much as the rest of a test.
+_OPERATOR, _CHECK = Source.OPERATOR, MarkerKind.CHECK
+
+
 class LogReplica:
     """Applies one log to the ledger, in offset order, and notifies the partition's followers."""
 
     def __init__(self, context: PartitionContext, topic: str) -> None:
         self.topic = topic
         self._context = context
+        self._actions = context.proxy.actions
         self._ledger = ledger = context.ledger
         self._apply: Callable[[Record], ApplyResult]
         self._apply_rows: Callable[[Sequence[Any], int, int], list[ApplyResult]]
@@ -82,6 +87,8 @@ class LogReplica:
     def apply(self, record: Record) -> ApplyResult:
         outcome = self._apply(record)
         if outcome.effect is Effect.APPLIED and outcome.transaction is not None:
+            if self.topic == "op":
+                self._actions.applied(record, outcome.transaction)
             self._context.changed((outcome.transaction,))
         else:
             self._context.unchanged(self.topic, outcome, record)
@@ -95,6 +102,11 @@ class LogReplica:
             offset += len(row.records)
             if outcome.effect is Effect.APPLIED and outcome.transaction is not None:
                 changed.append(outcome.transaction)
+                if isinstance(row, MarkerRow):
+                    # Without a call for each marker: few are an operator's.
+                    marker = row.marker
+                    if marker.source is _OPERATOR or (marker.kind is _CHECK and marker.by):
+                        self._actions.note(marker, outcome.transaction.half.group, timestamp_ms)
             else:
                 last = structs.replace(row.records[-1], offset=offset - 1)
                 self._context.unchanged(self.topic, outcome, last)

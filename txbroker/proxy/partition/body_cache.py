@@ -326,6 +326,7 @@ class BodyCache:
             why="their records are neither in the half topic nor in the parked topic",
         )
         self._context.events.lost(len(transactions))
+        self._context.rates.lost += len(transactions)
         self._snapshots.want()
 
 

@@ -1,4 +1,4 @@
-"""The brokers' clock, and limits for long work and promotion transactions."""
+"""The brokers' clock, whether Kafka answers, and limits for long work and promotions."""
 
 import asyncio
 import time
@@ -52,6 +52,38 @@ class LogClockFollower:
     def changed(self, transactions: Sequence[Transaction]) -> None:
         """Records were applied: follow their append times."""
         self._clock.at_least(max(self._ledger.half_clock_ms, self._ledger.op_clock_ms))
+
+
+KAFKA_SILENT_S = 5.0
+"""Kafka answers an idle owner every second; after this time its counts are not current."""
+
+
+class KafkaAnswers:
+    """Whether Kafka answers the regular reads of one owner.
+
+    Attributes:
+        why: the error of the last read, "" if it succeeded.
+    """
+
+    def __init__(self) -> None:
+        self.why = ""
+        self._asked_ms: int | None = None
+
+    def asked(self, now_ms: int) -> None:
+        """A read begins."""
+        if self._asked_ms is None:
+            self._asked_ms = now_ms
+
+    def answered(self) -> None:
+        """It has ended."""
+        self._asked_ms, self.why = None, ""
+
+    def silent_since_ms(self, now_ms: int) -> int | None:
+        """Return since when Kafka has not answered, None if it answers."""
+        asked_ms = self._asked_ms
+        if asked_ms is None or now_ms - asked_ms < KAFKA_SILENT_S * 1000:
+            return None
+        return asked_ms
 
 
 PIECE_S = 0.004

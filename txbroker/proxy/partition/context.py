@@ -23,13 +23,13 @@ from txbroker.core.records import (
 )
 from txbroker.core.segment import SEGMENT_BYTES, SEGMENT_VERSION
 from txbroker.core.settled import BEYOND_MAX, share_max
-from txbroker.core.transaction import Transaction
+from txbroker.core.transaction import GROUP_OF, Transaction
 from txbroker.door.own_topics import foreign_why
 from txbroker.door.protocols import ForeignRecord, PartitionDoor, Targets
 from txbroker.errors import NewerRecord, OwnerUnavailable
 from txbroker.principals import Directory, no_principals
+from txbroker.proxy.observe.counting import OperatorActions, RateCounter
 from txbroker.proxy.observe.logging import get_logger
-from txbroker.proxy.observe.overview import RateCounter
 from txbroker.proxy.partition.clock import LogTime, TxnLimiter
 
 log = get_logger(__name__)
@@ -121,6 +121,7 @@ class ProxyContext:
     Attributes:
         url: of this proxy, for claim records.
         limiter: admits the promotion transactions of all partitions.
+        actions: what operators did, by the markers that the owners applied.
         record_version, segment_version: the versions to write, which all proxies can read.
     """
 
@@ -137,6 +138,7 @@ class ProxyContext:
         self.url = ""
         self.group = group
         self.limiter = TxnLimiter()
+        self.actions = OperatorActions()
         self.principals = principals
         self.limit_version(RECORD_VERSION)
         self._partitions = partitions
@@ -311,6 +313,7 @@ class PartitionContext(Struct, frozen=True):
     def promoted(self, transactions: list[Transaction]) -> None:
         self.events.promoted(transactions)
         self.rates.promoted += len(transactions)
+        self.rates.promoted_by.extend(map(GROUP_OF, transactions))
         self.visible.release(transactions)
 
     def refused(self, transactions: list[Transaction]) -> None:

@@ -53,7 +53,7 @@ from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.partition.appender import Appender, LogReplica
 from txbroker.proxy.partition.body_cache import BodyCache
 from txbroker.proxy.partition.checkback import CheckBack, Runner
-from txbroker.proxy.partition.clock import LogClockFollower, Yielder
+from txbroker.proxy.partition.clock import KafkaAnswers, LogClockFollower, Yielder
 from txbroker.proxy.partition.context import (
     OwnerSettings,
     PartitionContext,
@@ -83,6 +83,8 @@ class PartitionOwner:
 
     Attributes:
         gate: set unless this owner is suspended.
+        kafka: whether Kafka answers the regular reads of the logs.
+        suspended_since_ms: by the brokers' clock, None unless it is suspended.
         now_ms: returns the time by the brokers' clock, ms.
         id_ms: returns the time by which ids are made and judged, ms: where the half topic's log
             clock will stand when a record is appended now. If that broker's clock is put back the
@@ -108,6 +110,8 @@ class PartitionOwner:
             door, targets, events, settings, proxy, stopped, ledger
         )
         self.rates = context.rates
+        self.kafka = KafkaAnswers()
+        self.suspended_since_ms: int | None = None
         self.gate = context.gate
         self.now_ms = context.clock.now_ms
         self.id_ms = context.id_clock.now_ms
@@ -181,6 +185,7 @@ class PartitionOwner:
         """
         failpoint("handover.closing")
         self._closed = True
+        self._context.proxy.actions.end(self.partition)
         self._snapshots.abandon()
         self.checks.close()
         tasks = [*self._tasks, *([] if self._checking is None else [self._checking])]
@@ -200,6 +205,7 @@ class PartitionOwner:
         """
         if self.gate.is_set():
             self.gate.clear()
+            self.suspended_since_ms = self.now_ms()
             failpoint("handover.suspended")
             self._half.turn_away()
             self._op.turn_away()
@@ -216,6 +222,7 @@ class PartitionOwner:
         """
         if not self.gate.is_set() and not self._closed:
             self.gate.set()
+            self.suspended_since_ms = None
             self._resumed_s = time.monotonic()
             if self._tasks:
                 self._begin_checks()
@@ -241,6 +248,18 @@ class PartitionOwner:
             return 0.0
         return time.monotonic() - max(since_s, self._resumed_s)
 
+    async def read_actions(self, until_s: float) -> None:
+        """Read operators' older actions from the operation topic until a time of the loop."""
+        index = self.ledger.index
+
+        def group_of(id: str) -> str:
+            transaction = index.get(id)
+            return "" if transaction is None else transaction.half.group
+
+        context = self._context
+        log, actions = context.door.op, context.proxy.actions
+        await actions.read_back(log, self.partition, until_s, group_of)
+
     def clock_at_least(self, now_ms: int) -> None:
         """Put the clocks forward to a time that a broker's clock has reached."""
         self._context.clock.at_least(now_ms)
@@ -265,13 +284,16 @@ class PartitionOwner:
             self.rates.sample()
             self.ledger.index.share_by(self._context.proxy.principals().share_of)
             try:
+                self.kafka.asked(self.now_ms())
                 await self._half.look(IDLE_S)
                 await self._op.look(IDLE_S)
+                self.kafka.answered()
                 await self._retention.keep_old()
                 if time.monotonic() - looked_s >= EDGES_S:
                     looked_s = time.monotonic()
                     await self._retention.look()
             except KafkaUnavailable as error:
+                self.kafka.why = str(error)
                 log.warning("log not read", partition=self.partition, why=str(error))
 
 

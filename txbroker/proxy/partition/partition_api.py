@@ -18,7 +18,7 @@ from txbroker.core.records import (
 )
 from txbroker.core.routing import parse_id
 from txbroker.core.settled import ShareUse, share_max
-from txbroker.core.transaction import Transaction, fingerprint, same_contents
+from txbroker.core.transaction import GROUP_OF, Transaction, fingerprint, same_contents
 from txbroker.door.protocols import LogTruncated
 from txbroker.errors import (
     AlreadyDecided,
@@ -200,7 +200,9 @@ class PartitionApi:
             else:
                 answers[number] = self._not_stored(row.half, outcome)
         if stored:
-            self._context.rates.prepared += len(stored)
+            rates = self._context.rates
+            rates.prepared += len(stored)
+            rates.prepared_by.extend(map(GROUP_OF, stored))
             self._events.prepared(stored)
             failpoint("prepare.applied")
 
@@ -399,7 +401,9 @@ class PartitionApi:
             else:
                 answers[number] = self._not_marked(transaction, request, outcome)
         if decided:
-            self._context.rates.decided += len(decided)
+            rates = self._context.rates
+            rates.decided += len(decided)
+            rates.decided_by.extend(map(GROUP_OF, decided))
             self._events.decided(decided)
             failpoint("decide.applied")
 

@@ -531,6 +531,8 @@ async def _replay(
     half_replica, op_replica = LogReplica(context, "half"), LogReplica(context, "op")
     await half.move()
     await op.move()
+    since_ms = context.ledger.op_clock_ms if op.record is None else op.record.timestamp_ms
+    context.proxy.actions.begin(context.partition, context.ledger.op_position, since_ms)
     yielder = Yielder()
     while half.record is not None or op.record is not None:
         if op.record is None or (

@@ -1,0 +1,326 @@
+"""The history of one proxy: bounded, sampled by the second; and histories of several joined."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from txbroker import __version__
+from txbroker.contract.service import (
+    CheckReport,
+    History,
+    HistoryEvent,
+    HistoryPoint,
+    HistoryRequest,
+    OperatorAction,
+)
+from txbroker.proxy.observe.counting import RateCounter
+from txbroker.proxy.observe.history import (
+    EVENTS_MAX,
+    GROUPS_MAX,
+    HistorySources,
+    ProxyHistory,
+    joined_history,
+)
+
+START_MS = 1_700_000_000_000
+NAMES = tuple(f"group-{number}" for number in range(GROUPS_MAX + 50))
+
+
+@dataclass
+class Index:
+    """The counts of a ledger that a sample reads."""
+
+    pending_by_group: Counter[str] = field(default_factory=Counter)
+    parked_by_group: Counter[str] = field(default_factory=Counter)
+
+    def oldest_pending_ms(self, group: str) -> int | None:
+        return START_MS if self.pending_by_group[group] else None
+
+
+class Proxy:
+    """A proxy with one half partition, whose numbers and clock a test sets."""
+
+    def __init__(self) -> None:
+        self.second = 0
+        self.checks: dict[str, list[int]] = {}
+        self.bounds, self.counts = (0.001, 0.01, 0.1), [0, 0, 0, 0]
+        self.problems: list[tuple[str, str]] = []
+        self.index = Index()
+        self.rates = RateCounter()
+        self.silent_ms: int | None = None
+        self.owner: Any = SimpleNamespace(
+            partition=0, ledger=SimpleNamespace(index=self.index), rates=self.rates,
+            suspended_since_ms=None, now_ms=self.now_ms,
+            kafka=SimpleNamespace(silent_since_ms=lambda now_ms: self.silent_ms),
+        )  # fmt: skip
+        self.owners = [self.owner]
+        self.history = ProxyHistory(
+            HistorySources(
+                url=lambda: "http://a:1",
+                now_ms=self.now_ms,
+                owners=lambda: self.owners,
+                checks=self._checks,
+                latencies=lambda: {"decision_latency_seconds": (self.bounds, self.counts)},
+                problems=lambda: self.problems,
+                reports=lambda group, now_ms: (CheckReport("1", now_ms, "e", "commit", group),),
+            )
+        )
+
+    def now_ms(self) -> int:
+        return START_MS + self.second * 1000
+
+    def _checks(self) -> dict[str, list[int]]:
+        taken, self.checks = self.checks, {}
+        return taken
+
+    def prepare(self, group: str, count: int = 1) -> None:
+        self.rates.prepared_by.extend([group] * count)
+        self.index.pending_by_group[group] += count
+
+    def run(self, seconds: int = 1) -> None:
+        for _ in range(seconds):
+            self.history.sample()
+            self.second += 1
+
+    def read(self, group: str = "", since_s: float = 300, step_s: float | None = None) -> History:
+        # A step is complete once the next one has begun.
+        self.history.sample()
+        return self.history.read(HistoryRequest(group, since_s, step_s))
+
+
+def points(history: History, name: str) -> list[Any]:
+    return [getattr(point, name) for point in history.points]
+
+
+def test_each_second_has_its_counts() -> None:
+    proxy = Proxy()
+    for count in (3, 0, 2):
+        proxy.prepare("g", count)
+        proxy.run()
+    for part in ("", "g"):
+        read = proxy.read(part)
+        assert points(read, "prepared") == [3, 0, 2]
+        assert points(read, "pending") == [3, 3, 5]
+        assert points(read, "at_ms") == [START_MS + second * 1000 for second in range(3)]
+        assert points(read, "oldest_pending_age_s") == [None, 1.0, 2.0]
+    assert points(proxy.read("other"), "pending") == [0, 0, 0]
+
+
+def test_longer_steps_reach_back_an_hour() -> None:
+    proxy = Proxy()
+    for _ in range(4000):
+        proxy.prepare("g")
+        proxy.run()
+    for since_s, step_s, count in ((300, 1, 300), (900, 10, 90), (3600, 30, 120)):
+        read = proxy.read("g", since_s)
+        assert (read.step_s, len(read.points)) == (step_s, count)
+        assert set(points(read, "prepared")) == {step_s}
+        assert read.points[-1].pending is not None
+        assert read.points[-1].pending >= 4000 - step_s
+    assert proxy.read("g", 3600, 1).step_s == 1
+    assert len(proxy.read("g", 3600, 1).points) == 300
+    assert proxy.read("g", 60, 30).step_s == 30
+
+
+def test_idle_group_is_known_to_be_idle() -> None:
+    proxy = Proxy()
+    proxy.prepare("g")
+    proxy.run()
+    proxy.index.pending_by_group.clear()
+    proxy.run(60)
+    read = proxy.read("g", 3600)
+    assert points(read, "pending") == [0] * len(read.points)
+    assert sum(points(read, "prepared")) == 1
+    assert points(proxy.read("g"), "prepared") == [1] + [0] * 60
+
+
+def test_what_is_now_is_unknown_while_kafka_is_silent() -> None:
+    proxy = Proxy()
+    proxy.prepare("g")
+    proxy.run()
+    proxy.silent_ms = 1
+    proxy.run(2)
+    proxy.silent_ms = None
+    proxy.run()
+    for group in ("", "g", "idle"):
+        known = 0 if group == "idle" else 1
+        assert points(proxy.read(group), "pending") == [known, None, None, known]
+    proxy.owner.suspended_since_ms = 1
+    proxy.run()
+    assert points(proxy.read(), "pending")[-1] is None
+
+
+def test_time_without_samples_is_left_out() -> None:
+    proxy = Proxy()
+    proxy.run()
+    proxy.second += 5
+    proxy.run(2)
+    assert points(proxy.read(), "at_ms") == [START_MS + n * 1000 for n in (0, 6, 7)]
+    proxy.second = 0  # a broker's clock was put back
+    proxy.run(2)
+    assert points(proxy.read(), "at_ms")[:3] == [START_MS + n * 1000 for n in (0, 6, 7)]
+
+
+def test_percentiles_are_those_of_the_buckets_of_all_proxies() -> None:
+    one, other = Proxy(), Proxy()
+    one.counts[1] += 98
+    other.counts[3] += 2
+    for proxy in (one, other):
+        proxy.run()
+    (point,) = joined_history([one.read(), other.read()], complete=True).points
+    latency = point.latency["decision"]
+    assert (latency.count, latency.p99_s) == (100, 0.1)
+    assert 0.001 < latency.p50_s < 0.01
+    assert (point.buckets, point.proxies) == ({}, 2)
+    one.run()
+    assert joined_history([one.read()], complete=True).points[-1].latency == {}
+
+
+def test_histories_are_summed_and_unknown_stays_unknown() -> None:
+    first = HistoryPoint(1000, 1, 2, 3, 4, 5, 6.0)
+    second = HistoryPoint(1000, 10, 20, 30, None, 50, 60.0)
+    alone = HistoryPoint(2000, pending=7)
+    parts = [History(1, (first, alone)), History(1, (second,))]
+    both, single = joined_history(parts, complete=False).points
+    assert (both.prepared, both.decided, both.promoted) == (11, 22, 33)
+    assert (both.pending, both.parked, both.oldest_pending_age_s) == (None, 55, 60.0)
+    assert (single.pending, single.proxies) == (7, 1)
+
+
+def test_actions_of_a_partition_that_moved_are_shown_once() -> None:
+    seen = OperatorAction(5, "rollback", "Ada", "r", "g", "id", 3)
+    again = OperatorAction(5, "rollback", "Ada", "r", "g", "id", 9)
+    later = OperatorAction(6, "commit", "Ada", "r", "g", "id2")
+    parts = [
+        History(1, actions=(later, seen), actions_since_ms={0: 7, 1: 1}),
+        History(1, actions=(again,), actions_since_ms={0: 3}),
+    ]
+    joined = joined_history(parts, complete=True)
+    assert joined.actions == (later, again)
+    assert joined.actions_since_ms == {0: 3, 1: 1}
+
+
+def test_events_begin_and_end() -> None:
+    proxy = Proxy()
+    proxy.run(2)
+    proxy.problems = [("Checks failing", "g"), ("Not ready", "")]
+    proxy.run(6)
+    proxy.problems = [("Not ready", "")]
+    proxy.owners = []
+    proxy.run(6)
+    events = [(event.kind, event.text, event.group) for event in proxy.read().events]
+    assert events == [
+        ("start", f"version {__version__}", ""),
+        ("takeover", "half partition 0", ""),
+        ("problem", "Checks failing", "g"),
+        ("problem", "Not ready", ""),
+        ("handover", "half partition 0", ""),
+        ("solved", "Checks failing", "g"),
+    ]
+    assert {event.group for event in proxy.read("g").events} == {"", "g"}
+    assert {event.group for event in proxy.read("h").events} == {""}
+    assert proxy.read("g").checks[0].answer == "g"
+    assert proxy.read().checks == ()
+
+
+def test_growth_is_that_of_the_alert() -> None:
+    proxy = Proxy()
+    for _ in range(900):
+        proxy.prepare("g", 2)
+        proxy.prepare("steady")
+        proxy.index.pending_by_group["steady"] = 9
+        proxy.run()
+        if proxy.second == 300:
+            assert proxy.history.growth_per_s("g") is None  # too short
+    assert proxy.history.growth_per_s("g") == pytest.approx(2.0, rel=0.01)
+    assert proxy.history.growth_per_s("steady") == pytest.approx(0.0)
+    assert proxy.history.growth_per_s("unknown") is None
+    # Transactions that came with a half partition are not new.
+    proxy.owners = []
+    proxy.run()
+    assert proxy.history.growth_per_s("g") is None
+
+
+def test_lost_of_the_last_hour_are_counted() -> None:
+    proxy = Proxy()
+    proxy.rates.lost += 3
+    proxy.run(60)
+    assert proxy.history.lost() == 3
+    proxy.second += 3700
+    proxy.run(60)
+    assert proxy.history.lost() == 0
+
+
+def test_idle_groups_make_room_and_busy_ones_are_kept() -> None:
+    proxy = Proxy()
+    for name in NAMES[:GROUPS_MAX]:
+        proxy.prepare(name)
+    proxy.run(5)
+    proxy.prepare(NAMES[-1])
+    proxy.run(2)
+    # It is not known what it did, which is not the same as nothing.
+    assert points(proxy.read(NAMES[-1]), "pending") == []
+    proxy.index.pending_by_group.clear()
+    proxy.run(70)
+    proxy.prepare(NAMES[-1])
+    proxy.run(2)
+    assert points(proxy.read(NAMES[-1]), "prepared") == [1, 0]
+
+
+def busy(proxy: Proxy) -> None:
+    """Let something happen in more groups than have a series."""
+    for name in NAMES:
+        proxy.prepare(name)
+        proxy.checks[name] = [1, 0, 0, 2, 0, 0]
+    proxy.counts[1] += 1
+    proxy.problems = [("x" * 1000 + str(proxy.second), NAMES[0])]
+
+
+def test_an_hour_of_many_groups_fits_four_mebibytes() -> None:
+    tracemalloc.start()
+    proxy = Proxy()
+    for proxy.second in range(0, 3700, 30):
+        busy(proxy)
+        proxy.problems = [(f"{proxy.second} {n} {'x' * 1000}", NAMES[0]) for n in range(10)]
+        proxy.history.sample()
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 2 * 2**20 < proxy.history.nbytes < size < 4 * 2**20
+    assert len(proxy.read(since_s=3600).events) == EVENTS_MAX
+
+
+@pytest.mark.parametrize("groups", [GROUPS_MAX, 10_000])
+def test_a_sample_takes_a_hundredth_of_a_second_at_most(groups: int) -> None:
+    """Which is one per cent of a processor."""
+    proxy = Proxy()
+    for number in range(groups):
+        proxy.prepare(f"waiting-{number}")
+    took_s = []
+    for proxy.second in range(50):
+        busy(proxy)
+        began_s = time.thread_time()
+        proxy.history.sample()
+        took_s.append(time.thread_time() - began_s)
+    assert min(took_s) < 0.01
+    assert proxy.read().points[-1].pending == groups + 49 * len(NAMES)
+
+
+def test_old_events_are_left_out() -> None:
+    proxy = Proxy()
+    proxy.run(2)
+    proxy.second += 400
+    proxy.run()
+    assert proxy.read().events == ()
+    kinds = [event.kind for event in proxy.read(since_s=3600).events]
+    assert kinds == ["start", "takeover"]
+    shown = joined_history(
+        [History(1, events=(HistoryEvent(9, "a", ""), HistoryEvent(1, "b", "")))], complete=True
+    )
+    assert [event.kind for event in shown.events] == ["b", "a"]
