@@ -31,7 +31,7 @@ class PartlyDone(click.ClickException):
     exit_code = PARTLY
 
 
-_TYPOGRAPHIC = str.maketrans({"…": "...", "–": "-", "—": "-", "→": "->", "·": "-", "×": "x"})
+_TYPOGRAPHIC = str.maketrans({"…": "...", "–": "-", "→": "->", "✓": "+", "✗": "x"})
 _C_LOCALES = ("", "C", "POSIX")
 _ASCII = "txbroker_ascii"
 

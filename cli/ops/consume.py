@@ -281,10 +281,10 @@ async def _show(
         finally:
             _require_reader()
         if one.error is not None:
-            failing_since_s = failing_since_s or loop.time()
+            first, failing_since_s = not failing_since_s, failing_since_s or loop.time()
             if one.error.lasting or (ends and loop.time() > failing_since_s + TIMEOUT_S):
                 raise CommandFailed(f"{one.error}. Check the topic and Kafka, and repeat")
-            if loop.time() == failing_since_s:
+            if first:
                 click.echo(f"{one.error}; trying again", err=True)
             continue
         failing_since_s = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import json
@@ -11,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from confluent_kafka import Producer
@@ -19,6 +21,10 @@ from tests.cli.terminals import Run, on_terminal
 from tests.kit.cli import TXBROKER, Call, Dev
 from tests.kit.until import unique
 from txbroker.cli.ops import consume
+from txbroker.cli.run import CommandFailed
+from txbroker.core.records import Record
+from txbroker.door.consuming import Partition
+from txbroker.errors import KafkaUnavailable
 
 EVIL = "\x1b[2J\x07\r\nline"
 
@@ -155,3 +161,38 @@ def test_silent_kafka_is_reported(call: Call, monkeypatch: pytest.MonkeyPatch) -
         shown = call("consume", "t", "--kafka", kafka)
     assert (shown.code, shown.out) == (1, "")
     assert f"no answer from Kafka at {kafka} within 0.5 s" in shown.err
+
+
+class _Fetcher:
+    """Notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.resumed: list[Partition] = []
+
+    def resume(self, partition: Partition) -> None:
+        """Note it."""
+        self.resumed.append(partition)
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+async def test_failing_kafka_is_reported_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, bounded: bool
+) -> None:
+    """Following goes on; reading to an end gives up after a time."""
+    monkeypatch.setattr(consume, "TIMEOUT_S", 0.0)
+    place, fetcher = ("t", 0), _Fetcher()
+    arrived: asyncio.Queue[Any] = asyncio.Queue()
+    for _ in range(3):
+        arrived.put_nowait(consume._Delivery(place, error=KafkaUnavailable("no answer")))
+    arrived.put_nowait(consume._Delivery(place, [Record(b"k", b"v", offset=7)], 8))
+    shown = consume._Shown("csv", 1)
+    showing = consume._show(arrived, fetcher, shown, {place}, {place: 9} if bounded else None)  # type: ignore[arg-type]
+    if bounded:
+        with pytest.raises(CommandFailed, match="Check the topic and Kafka"):
+            await showing
+    else:
+        await showing
+        assert fetcher.resumed == [place]
+    out, err = capsys.readouterr()
+    assert bounded or err.count("no answer; trying again") == 1
+    assert ("t/0@7,k,v" in out) != bounded
