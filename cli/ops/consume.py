@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import click
 
 from txbroker.cli.client import ApiClient, ApiError, client_options
+from txbroker.cli.completion import complete_topics
 from txbroker.cli.main import near
 from txbroker.cli.ops.consumers import open_door
 from txbroker.cli.options import SectionedCommand
@@ -79,7 +80,7 @@ COLUMNS = (
 
 
 @click.command("consume", cls=SectionedCommand)
-@click.argument("topic")
+@click.argument("topic", shell_complete=complete_topics)
 @click.option("--from-beginning", is_flag=True, help="Begin at the first message, not at the end.")
 @click.option(
     "--follow/--no-follow",
