@@ -62,7 +62,7 @@ class SectionedCommand(click.Command):
         sections: dict[str, tuple[list[tuple[str, str]], list[str]]] = {"": ([], [])}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
-            if record is None:
+            if record is None or not isinstance(param, click.Option):
                 continue
             section = param.section if isinstance(param, SectionOption) else ""
             explained, named = sections.setdefault(section, ([], []))

@@ -30,6 +30,7 @@ def test_every_command_explains_itself(call: Call, path: str) -> None:
     assert help_text.out.startswith(f"Usage: {path} ")
     assert call(*path.split()[1:], "-h") == help_text
     assert len(help_text.out.splitlines()) <= 60
+    assert not re.search(r"^  [A-Z]+$", help_text.out, re.M)  # no argument among the options
     shown_in_full = call(*path.split()[1:], "--help-all").out
     if "--help-all" in help_text.out:
         assert len(shown_in_full.splitlines()) > len(help_text.out.splitlines())
