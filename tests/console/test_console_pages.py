@@ -20,7 +20,7 @@ from txbroker.proxy.console import search
 from txbroker.proxy.partition import scan
 
 CLIENT = "Python/"
-"""How the client of a session begins that names no library of its own."""
+"""How the client of a session begins that names no library."""
 HOSTILE = """"><script>alert('x')</script><b a='"""
 
 

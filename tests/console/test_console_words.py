@@ -254,6 +254,7 @@ PLANTED = {
     "PendingGrowing": (
         with_group(pending=1001, pending_growth_per_s=0.51), "1\u202f001 are pending, 0.5 more",
     ),
+    "PrepareSlow": (with_proxy(prepare_p99_s=2.1), "Prepares take up to 2 s 99 % of those"),
     "Parking": (with_partition(parked=1), "1 parked transaction needs a manual decision"),
     "UndecidedLost": (with_proxy(lost_last_hour=2), "The messages of 2 transactions"),
     "ChecksFailing": (
@@ -313,6 +314,7 @@ def test_every_alert_has_a_concern_or_a_place_to_look() -> None:
         with_group(pending=9999, pending_growth_per_s=0.5),
         with_group(checks=GroupChecks(CheckCounts(unclear=2))),
         with_proxy(half_retention_s=10.0, half_retention_headroom_s=4.0),
+        with_proxy(prepare_p99_s=1.0),
         with_audit(98 * DAY_MS, lost=0),
     ],
 )

@@ -51,6 +51,7 @@ class Proxy:
         self.second = 0
         self.checks: dict[str, list[int]] = {}
         self.bounds, self.counts = (0.001, 0.01, 0.1), [0, 0, 0, 0]
+        self.prepares = [0, 0, 0, 0]
         self.problems: list[tuple[str, str]] = []
         self.index = Index()
         self.rates = RateCounter()
@@ -67,7 +68,11 @@ class Proxy:
                 now_ms=self.now_ms,
                 owners=lambda: self.owners,
                 checks=self._checks,
-                latencies=lambda: {"decision_latency_seconds": (self.bounds, self.counts)},
+                latencies=lambda: {
+                    "prepare_latency_seconds": (self.bounds, self.prepares),
+                    "decision_latency_seconds": (self.bounds, self.counts),
+                    "promotion_latency_seconds": (self.bounds, [0, 0, 0, 0]),
+                },
                 problems=lambda: self.problems,
                 reports=lambda group, now_ms: (CheckReport("1", now_ms, "e", "commit", group),),
             )
@@ -246,6 +251,17 @@ def test_growth_is_that_of_the_alert() -> None:
     proxy.owners = []
     proxy.run()
     assert proxy.history.growth_per_s("g") is None
+
+
+def test_slow_prepares_of_five_minutes_are_known() -> None:
+    proxy = Proxy()
+    proxy.run(60)
+    assert proxy.history.prepare_p99_s() is None
+    proxy.prepares = [98, 0, 2, 0]
+    proxy.run(60)
+    assert proxy.history.prepare_p99_s() == pytest.approx(0.055)
+    proxy.run(400)
+    assert proxy.history.prepare_p99_s() is None
 
 
 def test_lost_of_the_last_hour_are_counted() -> None:

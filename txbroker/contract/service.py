@@ -418,6 +418,8 @@ class ProxyOverview(Struct, frozen=True):
         kafka_why: the error of the last attempt, "" before the first one ended.
         kafka_partitions: these half partitions.
         lost_last_hour: transactions whose half messages were found deleted before they settled.
+        prepare_p99_s: 99 % of the prepares of the last 5 minutes took at most this, seconds; None
+            without any.
         half_retention_s: retention of half messages; None if unknown.
         half_retention_headroom_s: until retention reaches an unsettled one without a copy; None
             without one.
@@ -436,6 +438,7 @@ class ProxyOverview(Struct, frozen=True):
     kafka_why: str = ""
     kafka_partitions: tuple[int, ...] = ()
     lost_last_hour: int = 0
+    prepare_p99_s: float | None = None
     half_retention_s: float | None = None
     half_retention_headroom_s: float | None = None
 

@@ -11,7 +11,7 @@ from txbroker.door.protocols import Door
 from txbroker.proxy.cluster.broker import Broker
 from txbroker.proxy.console.concerns import problems_of
 from txbroker.proxy.observe.counting import READ_S
-from txbroker.proxy.observe.gauges import AuditMetrics, PartitionGauges
+from txbroker.proxy.observe.gauges import AuditMetrics, PartitionGauges, measure_loop
 from txbroker.proxy.observe.history import Actions, HistorySources, ProxyHistory
 from txbroker.proxy.observe.metrics import Metrics
 from txbroker.proxy.observe.overview import GroupStatus, local_overview
@@ -77,6 +77,10 @@ class Observation:
         self._gauges = PartitionGauges(broker, self._runner.unreachable, self._half_retention_s)
         self._metrics.watch(self._gauges.read)
         door.audit.follow(self._audits.changed)
+
+    async def measure_loop(self) -> None:
+        """Measure the lag of the event loop until it is cancelled."""
+        await measure_loop(self._metrics)
 
     def _problems(self) -> Iterator[tuple[str, str]]:
         broker = self._broker

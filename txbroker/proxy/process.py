@@ -37,7 +37,6 @@ from txbroker.proxy.http import make_admin_app, make_app, make_peer_app, serve
 from txbroker.proxy.http.api import CONTEXT
 from txbroker.proxy.http.guards import PeerGuard, load_principals
 from txbroker.proxy.observation import Observation
-from txbroker.proxy.observe.gauges import measure_loop
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.metrics import Metrics
 
@@ -81,7 +80,6 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         principals = load_principals(settings)
         share_of = _share_of(principals)
         metrics = Metrics(settings.group_labels_max, share_of=share_of)
-        stack.callback(asyncio.create_task(measure_loop(metrics)).cancel)
         listening: list[str] = []
         checks = make_checks(
             settings, lambda: (*listening, *_known(broker.partitions)), door.brokers
@@ -109,6 +107,7 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         )
         broker = Broker(door, settings, groups, runner, metrics, observation.status, principals)
         observation.watch(broker, door)
+        stack.callback(asyncio.create_task(observation.measure_loop()).cancel)
         peers = Peers(identity, tls=peers_tls)
         stack.push_async_callback(peers.close)
         cluster = Cluster(broker, peers)

@@ -21,6 +21,8 @@ PENDING_MIN, GROWTH_MIN_PER_S = 1000, 0.5
 """Fewer pending transactions, or a slower growth in 15 minutes, are no concern."""
 COMMITTED_AGE_S = 60.0
 """Normally a commit is visible within a second."""
+PREPARE_S = 1.0
+"""Normally a prepare takes milliseconds."""
 HEADROOM_MIN = 0.4
 """Part of the retention: copies are made when half of it is over."""
 AUDIT_AGE_MAX_S = 2 * 86400.0
@@ -154,6 +156,7 @@ def concerns_of(overview: Overview) -> list[Concern]:
         _unreachable,
         _old,
         _growing,
+        _slow,
         _stale,
     )
     concerns = [concern for find in finders for concern in find(overview)]
@@ -178,6 +181,21 @@ def _kafka(overview: Overview) -> Iterator[Concern]:
             "the proxy continues as soon as they answer. Numbers are of the time beside them.",
             (("Proxies", "/#proxies"),),
             headline=True,
+        )
+
+
+def _slow(overview: Overview) -> Iterator[Concern]:
+    slow = [proxy for proxy in overview.proxies if (proxy.prepare_p99_s or 0.0) > PREPARE_S]
+    if slow:
+        worst = max(slow, key=lambda proxy: proxy.prepare_p99_s or 0.0)
+        yield Concern(
+            Severity.WARN,
+            "TxBrokerPrepareSlow",
+            f"Prepares take up to {age(worst.prepare_p99_s)}",
+            f"99 % of those of the last 5 minutes at {worst.url} took at most as long.",
+            "Check the latency of Kafka's disks and network, and the load of the proxy: the runbook "
+            "has the order.",
+            (("Proxies", "/#proxies"),),
         )
 
 

@@ -39,6 +39,8 @@ PROBLEMS_EVERY_S = 5
 """Interval at which problems that begin or end are looked for."""
 LOOKED_AT_MAX, LOOK_EVERY_S = 1000, 10
 """With more groups, the oldest of all is looked for at this interval only, seconds."""
+SLOW_S = 300
+"""The window of the latency of prepares, seconds."""
 GROWTH_S, GROWTH_MIN_S = 900, 600
 """The window of the growth, and the least of it that must have been observed, seconds."""
 
@@ -52,7 +54,7 @@ _LATENCIES = {
     "decision": "decision_latency_seconds",
     "promotion": "promotion_latency_seconds",
 }
-"""The metric of each latency; one that does not exist is left out."""
+"""The metric of each latency."""
 
 
 Actions: TypeAlias = tuple[tuple[OperatorAction, ...], dict[int, int]]
@@ -255,12 +257,10 @@ class ProxyHistory:
         self._before: dict[str, list[int]] = {}
         width = _WIDTH + 1  # with the lost ones
         for name, metric in _LATENCIES.items():
-            found = sources.latencies().get(metric)
-            if found is not None:
-                bounds, counts = found
-                self._places[name], self._bounds[name] = width, tuple(bounds)
-                self._before[name] = list(counts)
-                width += len(counts)
+            bounds, counts = sources.latencies()[metric]
+            self._places[name], self._bounds[name] = width, tuple(bounds)
+            self._before[name] = list(counts)
+            width += len(counts)
         self._all = _Series(0, width)
         self._groups: dict[str, _Series] = {}
         self._dropped_s = 0
@@ -358,6 +358,15 @@ class ProxyHistory:
         rows = self._rows(self._all.rings[-1], HISTORY_S)
         return round(sum(row[_WIDTH] for _, row in rows))
 
+    def prepare_p99_s(self) -> float | None:
+        """Return the 99th percentile of prepares in the last 5 minutes, seconds; None without."""
+        at = self._places["prepare"]
+        bounds = self._bounds["prepare"]
+        counts = [0] * (len(bounds) + 1)
+        for _, row in self._rows(self._all.rings[-1], SLOW_S):
+            counts = [count + round(row[at + n]) for n, count in enumerate(counts)]
+        return _latency(counts, bounds).p99_s if any(counts) else None
+
     def growth_per_s(self, group: str) -> float | None:
         """Return the growth of a group's pending transactions; None if it is not known, as after
         half partitions have moved: then its transactions came from another proxy."""
@@ -426,7 +435,7 @@ class ProxyHistory:
     def _point(
         self, at_ms: int, all_: Sequence[float], own: Sequence[float] | None
     ) -> HistoryPoint:
-        """Return a point of a series; without a row of its own it was idle."""
+        """Return a point of a series; without a row it was idle."""
         known = not math.isnan(all_[_PENDING])
         if own is None:
             return HistoryPoint(at_ms, pending=0 if known else None, parked=0 if known else None)

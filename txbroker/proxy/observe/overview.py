@@ -95,6 +95,9 @@ class Past(Protocol):
     def lost(self) -> int:
         """Return how many transactions were found without their half messages."""
 
+    def prepare_p99_s(self) -> float | None:
+        """Return the 99th percentile of prepares in the last 5 minutes, seconds; None without."""
+
     def growth_per_s(self, group: str) -> float | None:
         """Return by how much the pending transactions of a group grow, on average of the last 15
         minutes; None if they were not observed that long."""
@@ -108,6 +111,9 @@ class NoPast:
 
     def lost(self) -> int:
         return 0
+
+    def prepare_p99_s(self) -> float | None:
+        return None
 
     def growth_per_s(self, group: str) -> float | None:
         return None
@@ -181,7 +187,7 @@ def local_overview(
     for group in _reachability(status, now_ms):
         _add_group(groups, group)
     for name, checks in status.checks(now_ms).items():
-        # A group that was only checked, and not in vain, needs no line of its own.
+        # A group that was only checked, and not in vain, needs no line.
         if name in groups or checks.counts.failing:
             _add_group(groups, GroupOverview(name, checks=checks))
     named = _most_needed(groups.values())
@@ -244,6 +250,7 @@ def _proxy(
         kafka_why=whys[0] if whys else "",
         kafka_partitions=tuple(silent),
         lost_last_hour=status.past.lost(),
+        prepare_p99_s=status.past.prepare_p99_s(),
         half_retention_s=retention_s,
         half_retention_headroom_s=headroom_s,
     )
