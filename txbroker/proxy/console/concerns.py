@@ -193,8 +193,8 @@ def _slow(overview: Overview) -> Iterator[Concern]:
             "TxBrokerPrepareSlow",
             f"Prepares take up to {age(worst.prepare_p99_s)}",
             f"99 % of those of the last 5 minutes at {worst.url} took at most as long.",
-            "Check the latency of Kafka's disks and network, and the load of the proxy: the runbook "
-            "has the order.",
+            "Check the latency of Kafka's disks and network, and the load of the proxy; see "
+            "the runbook.",
             (("Proxies", "/#proxies"),),
         )
 
