@@ -13,8 +13,6 @@ from types import TracebackType
 from typing import Self, TypeAlias, cast
 from urllib.parse import urlsplit
 
-import aiohttp
-
 from txbroker.contract.checks import CheckFunction, Rollback
 from txbroker.contract.frames import SESSION_VERSION, CheckQuestion, Decide, Drain, Hello
 from txbroker.core.records import Decision, Message
@@ -111,7 +109,6 @@ class TransactionalProducer:
         self._desk = CheckAnswerer(check, self._local, self._limits)
         self._router = Router(self._urls, self._open_session, self._limits)
         self._calls = Calls(self._router, self._local, self._limits)
-        self._http: aiohttp.ClientSession | None = None
         self._draining = False
 
     # --- life ----------------------------------------------------------------------------
@@ -125,10 +122,8 @@ class TransactionalProducer:
                 as all URLs have been tried.
             RequestError: the proxy refuses the producer, with `unauthorized` for example.
         """
-        if self._http is not None or self._local.closed:
+        if self._local.started or self._local.closed:
             raise ProducerClosed("a producer can be started only once")
-        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
-        self._http = aiohttp.ClientSession(headers=headers)
         self._local.started = True
         try:
             await self._router.start(timeout_s)
@@ -159,8 +154,6 @@ class TransactionalProducer:
         await self._calls.close()
         await self._desk.close()
         await self._router.close()
-        if self._http is not None:
-            await self._http.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -308,9 +301,8 @@ class TransactionalProducer:
     # --- sessions ------------------------------------------------------------------------
 
     async def _open_session(self, address: str) -> Session:
-        assert self._http is not None
         hello = Hello(SESSION_VERSION, self.group, self.instance, self._desk.has_function)
-        session = await open_session(self._http, address, hello, self, self._limits, self._tls)
+        session = await open_session(address, self._token, hello, self, self._limits, self._tls)
         if self._draining:
             session.post(Drain())
         return session

@@ -9,10 +9,19 @@ import contextlib
 import logging
 import math
 from collections import deque
-from typing import Protocol, TypeAlias
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeAlias
+from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import (
+    ConnectionClosed,
+    InvalidStatus,
+    WebSocketException,
+)
+
+from txbroker import __version__
 
 from txbroker.contract.frames import (
     CODE_HEADER,
@@ -47,13 +56,19 @@ from txbroker.net.tls import ClientTls, tls_trouble
 from txbroker.sdk.types import Limits
 
 _log = logging.getLogger("txbroker.sdk")
+_wire_log = logging.getLogger("txbroker.sdk.websocket")
+# At `debug` the library would log every frame, and the token; a level of our own keeps an
+# application's root logger from turning that on.
+_wire_log.setLevel(logging.CRITICAL)
 
 SESSION_PATH = "/v1/session"
 FRAME_OVERHEAD_BYTES = 6
-"""An array's header, and one byte because aiohttp refuses frames of exactly its limit."""
+"""An array's header, and one byte because proxies refuse frames of exactly their limit."""
 OPERATION_BYTES_MAX = FRAME_BYTES_MAX - FRAME_OVERHEAD_BYTES
 CLOSE_TIMEOUT_S = 2.0
 """Maximum time for the closing handshake before the socket is dropped."""
+HAPPY_EYEBALLS_S = 0.25
+"""How long the first address of a host may take until the next one is tried, too (RFC 8305)."""
 
 _error_kinds = request_errors()
 
@@ -135,7 +150,7 @@ class Session:
 
     def __init__(
         self,
-        socket: aiohttp.ClientWebSocketResponse,
+        socket: ClientConnection,
         welcome: Welcome,
         url: str,
         listener: Listener,
@@ -247,10 +262,10 @@ class Session:
                 self._wake.clear()
                 while self._outbox:
                     if (frame := self._next_frame()) is not None:
-                        await self._socket.send_bytes(frame)
+                        await self._socket.send(frame)
                 self._idle.set()
-        except (aiohttp.ClientError, OSError, RuntimeError) as error:
-            self._lose(f"cannot send to {self.url}: {error or type(error).__name__}")
+        except ConnectionClosed as error:
+            self._lose(self._why_closed(error))
 
     def _next_frame(self) -> bytes | None:
         """Take a frame's operations from the outbox; None if all of them were dropped."""
@@ -270,29 +285,35 @@ class Session:
     # --- in ------------------------------------------------------------------------------
 
     async def _read(self, rest: list[FromProxy]) -> None:
-        why = f"{self.url} ended the session"
         try:
             self._take(rest)
-            async for message in self._socket:
-                if message.type is aiohttp.WSMsgType.ERROR:
-                    why = f"the connection to {self.url} broke: {message.data or 'no answer'}"
-                    break
-                if message.type is not aiohttp.WSMsgType.BINARY:
+            while True:
+                frame = await self._socket.recv()
+                if not isinstance(frame, bytes):
                     why = f"{self.url} sent a frame that is not binary"
                     break
-                self._take(decode_from_proxy(message.data))
+                self._take(decode_from_proxy(frame))
                 # The receive call above does not suspend for frames that have arrived: let callers
                 # with answers go on first, so that the proxy is not idle meanwhile.
                 await asyncio.sleep(0)
+        except ConnectionClosed as error:
+            why = self._why_closed(error)
         except (msgspec.MsgspecError, ValueError) as error:
             why = f"{self.url} sent a frame that cannot be read: {error}"
             _log.warning("%s", why)
-        except (aiohttp.ClientError, OSError) as error:
-            why = f"the connection to {self.url} broke: {error or type(error).__name__}"
         except Exception:
             why = f"the SDK failed in the session with {self.url}"
             _log.exception("%s; it reconnects", why)
         self._lose(why)
+
+    def _why_closed(self, error: ConnectionClosed) -> str:
+        """Return who ended the connection, and why."""
+        if error.sent is not None and not error.rcvd_then_sent:
+            reason = error.sent.reason or error.sent.code
+            return f"the connection to {self.url} broke: {reason}"
+        if isinstance(error.__cause__, OSError):
+            return f"the connection to {self.url} broke: {error.__cause__}"
+        return f"{self.url} ended the session"
 
     def _take(self, operations: list[FromProxy]) -> None:
         """Handle the operations of one frame."""
@@ -371,15 +392,28 @@ class Session:
         self._listener.session_lost(self, why)
 
 
+class _Connection(ClientConnection):
+    """A connection whose failed handshake names its cause, such as an alert of TLS."""
+
+    async def handshake(self, *args: Any, **options: Any) -> None:
+        """See `ClientConnection.handshake`."""
+        try:
+            await super().handshake(*args, **options)
+        except (WebSocketException, EOFError) as error:
+            if self.connection_exc is not None:
+                raise self.connection_exc from error
+            raise
+
+
 async def open_session(
-    http: aiohttp.ClientSession,
     address: str,
+    token: str | None,
     hello: Hello,
     listener: Listener,
     limits: Limits,
     tls: ClientTls,
 ) -> Session:
-    """Open a session at `address`; `http` adds the token.
+    """Open a session at `address`, whose proxy gets the token.
 
     Raises:
         CannotTrust: the TLS handshake failed.
@@ -388,33 +422,20 @@ async def open_session(
     """
     try:
         async with asyncio.timeout(limits.connect_timeout_s):
-            socket = await http.ws_connect(
-                address + SESSION_PATH,
-                heartbeat=limits.heartbeat_s,
-                max_msg_size=FRAME_BYTES_MAX + FRAME_OVERHEAD_BYTES,
-                ssl=tls.context() if address.startswith("https:") else True,
-            )
+            socket = await _connect(address, token, limits, tls)
             try:
                 welcome, *rest = await _greet(socket, hello)
             except BaseException:
                 await _close_socket(socket)
                 raise
-    except aiohttp.WSServerHandshakeError as error:
-        if error.status == Unauthorized.status:
-            raise Unauthorized(f"{address} requires a valid token: pass token=") from None
-        code = error.headers.get(CODE_HEADER) if error.headers else None
-        if code == NotPermitted.code:
-            raise NotPermitted(f"{address} opens no sessions for this principal's role") from None
-        if code == CertificateRequired.code:
-            raise CertificateRequired(
-                f"{address} requires a client certificate: pass client_cert_file="
-            ) from None
-        if error.status == Forbidden.status:
-            raise Forbidden(f"{address} refuses this host name or origin") from None
-        raise CannotConnect(f"{address} answers HTTP status {error.status}") from None
+    except InvalidStatus as error:
+        raise _refusal(address, error.response.status_code, error.response.headers) from None
     except TimeoutError:
         raise CannotConnect(f"{address} does not answer") from None
-    except (aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
+    except (
+        WebSocketException, OSError, EOFError, ValueError, NotImplementedError,
+        msgspec.MsgspecError,
+    ) as error:  # fmt: skip
         if (why := tls_trouble(error)) is not None:
             raise CannotTrust(f"{address}: {why}") from None
         raise CannotConnect(f"{address}: {error or type(error).__name__}") from None
@@ -424,12 +445,58 @@ async def open_session(
     return session
 
 
-async def _greet(socket: aiohttp.ClientWebSocketResponse, hello: Hello) -> list[FromProxy]:
-    await socket.send_bytes(encode_frame([hello]))
-    message = await socket.receive()
-    if message.type is not aiohttp.WSMsgType.BINARY:
+def _refusal(address: str, status: int, headers: Mapping[str, str]) -> Exception:
+    """Return the error for a proxy that answers the upgrade with an HTTP status."""
+    if status == Unauthorized.status:
+        return Unauthorized(f"{address} requires a valid token: pass token=")
+    code = headers.get(CODE_HEADER)
+    if code == NotPermitted.code:
+        return NotPermitted(f"{address} opens no sessions for this principal's role")
+    if code == CertificateRequired.code:
+        return CertificateRequired(
+            f"{address} requires a client certificate: pass client_cert_file="
+        )
+    if status == Forbidden.status:
+        return Forbidden(f"{address} refuses this host name or origin")
+    return CannotConnect(f"{address} answers HTTP status {status}")
+
+
+async def _connect(
+    address: str, token: str | None, limits: Limits, tls: ClientTls
+) -> ClientConnection:
+    parts = urlsplit(address + SESSION_PATH)
+    secure = parts.scheme == "https"
+    options: dict[str, Any] = {"ssl": tls.context()} if secure else {}
+    if isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop):  # not uvloop's
+        options["happy_eyeballs_delay"] = HAPPY_EYEBALLS_S
+    return await connect(
+        parts._replace(scheme="wss" if secure else "ws").geturl(),
+        additional_headers={"Authorization": f"Bearer {token}"} if token else None,
+        user_agent_header=f"txbroker/{__version__}",
+        compression=None,
+        proxy=None,
+        open_timeout=None,
+        ping_interval=limits.heartbeat_s,
+        ping_timeout=limits.heartbeat_s / 2,
+        close_timeout=CLOSE_TIMEOUT_S,
+        max_size=FRAME_BYTES_MAX,
+        logger=_wire_log,
+        create_connection=_Connection,
+        **options,
+    )
+
+
+async def _greet(socket: ClientConnection, hello: Hello) -> list[FromProxy]:
+    try:
+        await socket.send(encode_frame([hello]))
+        frame = await socket.recv()
+    except ConnectionClosed as error:
+        if tls_trouble(error) is not None:
+            raise
+        frame = ""
+    if not isinstance(frame, bytes):
         raise CannotConnect("the proxy ended the session before its welcome")
-    operations = decode_from_proxy(message.data)
+    operations = decode_from_proxy(frame)
     match operations:
         case [Welcome() as welcome, *_]:
             if not welcome.owners or len(welcome.owners) != welcome.partitions:
@@ -443,9 +510,11 @@ async def _greet(socket: aiohttp.ClientWebSocketResponse, hello: Hello) -> list[
     raise CannotConnect("the proxy's first frame is not a welcome")
 
 
-async def _close_socket(socket: aiohttp.ClientWebSocketResponse) -> None:
-    with contextlib.suppress(asyncio.TimeoutError, aiohttp.ClientError, OSError):
-        await asyncio.wait_for(socket.close(), CLOSE_TIMEOUT_S)
+async def _close_socket(socket: ClientConnection) -> None:
+    try:
+        await socket.close()
+    finally:  # also where the caller is cancelled
+        socket.transport.abort()
 
 
 def _without_slashes(urls: tuple[str, ...]) -> tuple[str, ...]:
