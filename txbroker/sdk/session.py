@@ -10,18 +10,10 @@ import logging
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeAlias
-from urllib.parse import urlsplit
+from typing import Protocol, TypeAlias
 
 import msgspec
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import (
-    ConnectionClosed,
-    InvalidStatus,
-    WebSocketException,
-)
-
-from txbroker import __version__
+from websockets.exceptions import InvalidHandshake, InvalidStatus, InvalidURI
 
 from txbroker.contract.frames import (
     CODE_HEADER,
@@ -53,22 +45,14 @@ from txbroker.errors import (
     request_errors,
 )
 from txbroker.net.tls import ClientTls, tls_trouble
+from txbroker.sdk.connection import CLOSE_TIMEOUT_S, Connection, connect
 from txbroker.sdk.types import Limits
 
 _log = logging.getLogger("txbroker.sdk")
-_wire_log = logging.getLogger("txbroker.sdk.websocket")
-# At `debug` the library would log every frame, and the token; a level of our own keeps an
-# application's root logger from turning that on.
-_wire_log.setLevel(logging.CRITICAL)
 
-SESSION_PATH = "/v1/session"
 FRAME_OVERHEAD_BYTES = 6
-"""An array's header, and one byte because proxies refuse frames of exactly their limit."""
+"""An array's header, and one byte because proxies refuse frames of exactly the limit."""
 OPERATION_BYTES_MAX = FRAME_BYTES_MAX - FRAME_OVERHEAD_BYTES
-CLOSE_TIMEOUT_S = 2.0
-"""Maximum time for the closing handshake before the socket is dropped."""
-HAPPY_EYEBALLS_S = 0.25
-"""How long the first address of a host may take until the next one is tried, too (RFC 8305)."""
 
 _error_kinds = request_errors()
 
@@ -150,7 +134,7 @@ class Session:
 
     def __init__(
         self,
-        socket: ClientConnection,
+        connection: Connection,
         welcome: Welcome,
         url: str,
         listener: Listener,
@@ -161,7 +145,7 @@ class Session:
         self.dedup_window_s = welcome.dedup_window_s
         self.opened_at = loop.time()
         self._loop = loop
-        self._socket = socket
+        self._connection = connection
         self._listener = listener
         self._clock_ms = welcome.now_ms
         self._clock_at = loop.time()
@@ -170,20 +154,20 @@ class Session:
         """One for all calls: a timer for each would cost a tenth of the CPU time."""
         self._timer_due_s = math.inf
         self._outbox: deque[_Queued] = deque()
-        self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._lost: str | None = None
         self._checks: set[int] = set()
         """Open checks."""
-        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, rest: list[FromProxy]) -> None:
-        """Start reading and writing; `rest` arrived in one frame with the Welcome."""
-        self._tasks = [
-            self._loop.create_task(self._read(rest), name=f"txbroker session {self.url} reader"),
-            self._loop.create_task(self._write(), name=f"txbroker session {self.url} writer"),
-        ]
+        """Start taking frames once the caller has this session; `rest` arrived in one frame with
+        the Welcome."""
+        self._loop.call_soon(self._begin, rest)
+
+    def _begin(self, rest: list[FromProxy]) -> None:
+        self._take_safely(rest)
+        self._connection.attach(self)
 
     def now_ms(self) -> int:
         """Return the proxy's clock, extrapolated by this process's."""
@@ -215,7 +199,7 @@ class Session:
         if due_s < self._timer_due_s:
             self._set_timer(due_s)
         if not self._outbox:
-            self._wake_writer()
+            self._send_soon()
         self._outbox.append(call)
         return answer
 
@@ -232,7 +216,7 @@ class Session:
             if len(encoded) > OPERATION_BYTES_MAX:
                 raise _too_large(encoded)
             if not self._outbox:
-                self._wake_writer()
+                self._send_soon()
             self._outbox.append(_Queued(encoded))
             if isinstance(operation, CheckAnswer):
                 self._checks.discard(operation.call)
@@ -243,29 +227,22 @@ class Session:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), CLOSE_TIMEOUT_S)
         self._lose(why)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await _close_socket(self._socket)
+        await self._connection.close()
 
     # --- out -----------------------------------------------------------------------------
 
-    def _wake_writer(self) -> None:
-        """Start the writer: the outbox was empty."""
+    def _send_soon(self) -> None:
+        """Send in the next iteration of the loop: the outbox was empty."""
         self._idle.clear()
-        self._wake.set()
+        self._loop.call_soon(self.connection_writable)
 
-    async def _write(self) -> None:
-        try:
-            while True:
-                await self._wake.wait()
-                self._wake.clear()
-                while self._outbox:
-                    if (frame := self._next_frame()) is not None:
-                        await self._socket.send(frame)
-                self._idle.set()
-        except ConnectionClosed as error:
-            self._lose(self._why_closed(error))
+    def connection_writable(self) -> None:
+        """Send the outbox, as far as the socket takes it; see `Receiver`."""
+        while self._outbox and self._connection.writable:
+            if (frame := self._next_frame()) is not None:
+                self._connection.send(frame)
+        if not self._outbox:
+            self._idle.set()
 
     def _next_frame(self) -> bytes | None:
         """Take a frame's operations from the outbox; None if all of them were dropped."""
@@ -284,36 +261,28 @@ class Session:
 
     # --- in ------------------------------------------------------------------------------
 
-    async def _read(self, rest: list[FromProxy]) -> None:
+    def frame_arrived(self, frame: bytes) -> None:
+        """See `Receiver`."""
+        self._take_safely(frame)
+
+    def connection_ended(self, why: str) -> None:
+        """See `Receiver`."""
+        self._lose(why)
+
+    def _take_safely(self, frame: bytes | list[FromProxy]) -> None:
+        """Handle a frame; lose the session if it cannot be read."""
+        if self._lost is not None:
+            return
         try:
-            self._take(rest)
-            while True:
-                frame = await self._socket.recv()
-                if not isinstance(frame, bytes):
-                    why = f"{self.url} sent a frame that is not binary"
-                    break
-                self._take(decode_from_proxy(frame))
-                # The receive call above does not suspend for frames that have arrived: let callers
-                # with answers go on first, so that the proxy is not idle meanwhile.
-                await asyncio.sleep(0)
-        except ConnectionClosed as error:
-            why = self._why_closed(error)
+            self._take(decode_from_proxy(frame) if isinstance(frame, bytes) else frame)
         except (msgspec.MsgspecError, ValueError) as error:
             why = f"{self.url} sent a frame that cannot be read: {error}"
             _log.warning("%s", why)
+            self._lose(why)
         except Exception:
             why = f"the SDK failed in the session with {self.url}"
             _log.exception("%s; it reconnects", why)
-        self._lose(why)
-
-    def _why_closed(self, error: ConnectionClosed) -> str:
-        """Return who ended the connection, and why."""
-        if error.sent is not None and not error.rcvd_then_sent:
-            reason = error.sent.reason or error.sent.code
-            return f"the connection to {self.url} broke: {reason}"
-        if isinstance(error.__cause__, OSError):
-            return f"the connection to {self.url} broke: {error.__cause__}"
-        return f"{self.url} ended the session"
+            self._lose(why)
 
     def _take(self, operations: list[FromProxy]) -> None:
         """Handle the operations of one frame."""
@@ -392,19 +361,6 @@ class Session:
         self._listener.session_lost(self, why)
 
 
-class _Connection(ClientConnection):
-    """A connection whose failed handshake names its cause, such as an alert of TLS."""
-
-    async def handshake(self, *args: Any, **options: Any) -> None:
-        """See `ClientConnection.handshake`."""
-        try:
-            await super().handshake(*args, **options)
-        except (WebSocketException, EOFError) as error:
-            if self.connection_exc is not None:
-                raise self.connection_exc from error
-            raise
-
-
 async def open_session(
     address: str,
     token: str | None,
@@ -413,7 +369,7 @@ async def open_session(
     limits: Limits,
     tls: ClientTls,
 ) -> Session:
-    """Open a session at `address`, whose proxy gets the token.
+    """Open a session at `address`, and send the token.
 
     Raises:
         CannotTrust: the TLS handshake failed.
@@ -422,31 +378,28 @@ async def open_session(
     """
     try:
         async with asyncio.timeout(limits.connect_timeout_s):
-            socket = await _connect(address, token, limits, tls)
+            connection = await connect(address, token, tls, limits.heartbeat_s)
             try:
-                welcome, *rest = await _greet(socket, hello)
+                welcome, *rest = await _greet(connection, hello)
             except BaseException:
-                await _close_socket(socket)
+                await connection.close()
                 raise
     except InvalidStatus as error:
         raise _refusal(address, error.response.status_code, error.response.headers) from None
     except TimeoutError:
         raise CannotConnect(f"{address} does not answer") from None
-    except (
-        WebSocketException, OSError, EOFError, ValueError, NotImplementedError,
-        msgspec.MsgspecError,
-    ) as error:  # fmt: skip
+    except (InvalidHandshake, InvalidURI, OSError, ValueError, msgspec.MsgspecError) as error:
         if (why := tls_trouble(error)) is not None:
             raise CannotTrust(f"{address}: {why}") from None
         raise CannotConnect(f"{address}: {error or type(error).__name__}") from None
     assert isinstance(welcome, Welcome)
-    session = Session(socket, welcome, welcome.url or address, listener)
+    session = Session(connection, welcome, welcome.url or address, listener)
     session.start(rest)
     return session
 
 
 def _refusal(address: str, status: int, headers: Mapping[str, str]) -> Exception:
-    """Return the error for a proxy that answers the upgrade with an HTTP status."""
+    """Return the error for an upgrade that was answered with an HTTP status."""
     if status == Unauthorized.status:
         return Unauthorized(f"{address} requires a valid token: pass token=")
     code = headers.get(CODE_HEADER)
@@ -458,43 +411,15 @@ def _refusal(address: str, status: int, headers: Mapping[str, str]) -> Exception
         )
     if status == Forbidden.status:
         return Forbidden(f"{address} refuses this host name or origin")
-    return CannotConnect(f"{address} answers HTTP status {status}")
+    elsewhere = headers.get("Location")
+    hint = f"; if {elsewhere} is the proxy, use its URL" if elsewhere else ""
+    return CannotConnect(f"{address} answers HTTP status {status}{hint}")
 
 
-async def _connect(
-    address: str, token: str | None, limits: Limits, tls: ClientTls
-) -> ClientConnection:
-    parts = urlsplit(address + SESSION_PATH)
-    secure = parts.scheme == "https"
-    options: dict[str, Any] = {"ssl": tls.context()} if secure else {}
-    if isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop):  # not uvloop's
-        options["happy_eyeballs_delay"] = HAPPY_EYEBALLS_S
-    return await connect(
-        parts._replace(scheme="wss" if secure else "ws").geturl(),
-        additional_headers={"Authorization": f"Bearer {token}"} if token else None,
-        user_agent_header=f"txbroker/{__version__}",
-        compression=None,
-        proxy=None,
-        open_timeout=None,
-        ping_interval=limits.heartbeat_s,
-        ping_timeout=limits.heartbeat_s / 2,
-        close_timeout=CLOSE_TIMEOUT_S,
-        max_size=FRAME_BYTES_MAX,
-        logger=_wire_log,
-        create_connection=_Connection,
-        **options,
-    )
-
-
-async def _greet(socket: ClientConnection, hello: Hello) -> list[FromProxy]:
-    try:
-        await socket.send(encode_frame([hello]))
-        frame = await socket.recv()
-    except ConnectionClosed as error:
-        if tls_trouble(error) is not None:
-            raise
-        frame = ""
-    if not isinstance(frame, bytes):
+async def _greet(connection: Connection, hello: Hello) -> list[FromProxy]:
+    connection.send(encode_frame([hello]))
+    frame = await connection.first_frame
+    if frame is None:
         raise CannotConnect("the proxy ended the session before its welcome")
     operations = decode_from_proxy(frame)
     match operations:
@@ -508,13 +433,6 @@ async def _greet(socket: ClientConnection, hello: Hello) -> list[FromProxy]:
                 raise CannotConnect(str(error))
             raise error
     raise CannotConnect("the proxy's first frame is not a welcome")
-
-
-async def _close_socket(socket: ClientConnection) -> None:
-    try:
-        await socket.close()
-    finally:  # also where the caller is cancelled
-        socket.transport.abort()
 
 
 def _without_slashes(urls: tuple[str, ...]) -> tuple[str, ...]:
