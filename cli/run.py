@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import click
 
+from txbroker.extras import needs
+
 T = TypeVar("T")
 
 FAILED, USAGE, PARTLY, DRIFT = 1, 2, 3, 4
@@ -33,7 +35,8 @@ def run(cli: click.Command, arguments: Sequence[str]) -> int:
     """Run a command line and return its exit code; never raises."""
     debug = "--debug" in arguments or bool(os.environ.get("TXBROKER_DEBUG"))
     try:
-        code = cli.main(args=list(arguments), prog_name="txbroker", standalone_mode=False)
+        with needs():
+            code = cli.main(args=list(arguments), prog_name="txbroker", standalone_mode=False)
         sys.stdout.flush()
         if isinstance(code, int):  # from `Context.exit`, which click catches
             return code

@@ -9,6 +9,7 @@ from txbroker.databases.database import Database
 from txbroker.databases.dialect import MARIADB
 from txbroker.databases.sessions import refuse_control
 from txbroker.errors import ConfigurationError
+from txbroker.extras import needs
 
 _STYLE = "pyformat"
 
@@ -26,12 +27,8 @@ class MariaDB(Database):
     """
 
     def __init__(self, url: str = "", *, create_tables: bool = False, **options: Any) -> None:
-        try:
+        with needs("mariadb"):
             import pymysql
-        except ImportError:
-            raise ConfigurationError(
-                "MariaDB needs PyMySQL: install it with `pip install 'txbroker[mariadb]'`"
-            ) from None
         given = {**_parsed(url), **options, "autocommit": True, "charset": "utf8mb4"}
 
         # What a handler receives: the consumer ends the transaction.

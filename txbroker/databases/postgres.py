@@ -10,6 +10,7 @@ from txbroker.databases.dialect import POSTGRESQL
 from txbroker.databases.sessions import in_transaction, refuse_control, tuple_cursor
 from txbroker.databases.steps import Query, Result, with_placeholders
 from txbroker.errors import ConfigurationError
+from txbroker.extras import needs
 
 if TYPE_CHECKING:
     import psycopg
@@ -20,12 +21,8 @@ _OF_PSYCOPG = ("prepare_threshold", "context", "row_factory", "cursor_factory")
 
 
 def _psycopg() -> Any:
-    try:
+    with needs("postgres"):
         import psycopg
-    except ImportError:
-        raise ConfigurationError(
-            "Postgres needs psycopg: install it with `pip install 'txbroker[postgres]'`"
-        ) from None
     return psycopg
 
 

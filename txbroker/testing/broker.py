@@ -6,7 +6,6 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, suppress
 from typing import Any, Self, TypeVar
 
-from txbroker.config.settings import DAY_S, Settings
 from txbroker.contract.service import ListRequest, TransactionView
 from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER, SEQUENCE_HEADER
 from txbroker.core.index import due_ms
@@ -14,11 +13,15 @@ from txbroker.core.lifecycle import UNDECIDED
 from txbroker.core.records import Message, Record, State
 from txbroker.door.consuming import ConsumingDoor
 from txbroker.errors import TxbrokerError
-from txbroker.proxy.process import Proxy, run_proxy
+from txbroker.extras import needs
 from txbroker.testing.consuming import MemoryConsumingDoor
 from txbroker.testing.door import MemoryDoor
 from txbroker.testing.memory import LostReply, MemoryKafka
 from txbroker.testing.topics import MESSAGE_BYTES_MAX
+
+with needs("proxy"):
+    from txbroker.config.settings import DAY_S, Settings
+    from txbroker.proxy.process import Proxy, run_proxy
 
 SETTLED_TIMEOUT_S = 10.0
 """The default timeout of waits that should take milliseconds."""
