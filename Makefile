@@ -18,10 +18,10 @@ define install
 		-e '.[$(1)]' | while code=0; IFS= read -r -t 2 line || code=$$?; test $$code != 1; do \
 		if test $$code != 0; then printf .; continue; fi; \
 		case "$$line" in \
-			"Collecting "*) line=$${line#* }; echo "  $${line%% *}";; \
+			"Collecting "*) line=$${line#* }; echo "  $${line%%[<>=!~; ]*}";; \
 			*"Downloading "*" MB)") echo "    $${line##* (}" | tr -d ')';; \
-			"Installing "*) printf '  writing files ';; \
-			"Successfully "*) echo; echo "installed into $(VENV)";; \
+			"Installing collected "*) printf '  writing files ';; \
+			"Successfully installed "*) echo;; \
 		esac; done
 endef
 # Programs that some tests call, each named like its Debian package, or with that behind `=`.
@@ -43,6 +43,7 @@ help: ## Show what can be made
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or set PYTHON=" >&2; exit 1; }
+	@echo "creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { echo "the venv module is needed (Debian: python3-venv)" >&2; exit 1; }
 
 # What runs txbroker with its own Kafka, and no more.

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import click
 
-from txbroker.extras import needs
+from txbroker.errors import needs
 
 T = TypeVar("T")
 
@@ -105,12 +105,11 @@ def _sentence(error: click.ClickException) -> str:
 
 
 def _report_unexpected(error: Exception, debug: bool) -> int:
-    from txbroker.embedded.errors import EmbeddedKafkaError
     from txbroker.errors import TxbrokerError
 
     if debug:
         click.echo("".join(traceback.format_exception(error)).rstrip(), err=True)
-    if isinstance(error, TxbrokerError | EmbeddedKafkaError):
+    if isinstance(error, TxbrokerError):
         click.echo(f"Error: {error}", err=True)
     elif not debug:
         message = str(error).partition("\n")[0] or type(error).__name__

@@ -25,8 +25,7 @@ from msgspec import Struct
 
 from txbroker.embedded.jars import DEFAULT_REPOSITORY, REPOSITORY_SETTING, cache_dir
 from txbroker.embedded.java import candidates, major_version
-from txbroker.errors import ConfigurationError, TxbrokerError
-from txbroker.extras import missing_extra
+from txbroker.errors import ConfigurationError, TxbrokerError, missing_extra
 from txbroker.spark import daemon
 
 if TYPE_CHECKING:

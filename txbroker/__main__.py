@@ -2,7 +2,7 @@
 
 import sys
 
-from txbroker.extras import MissingExtra, needs
+from txbroker.errors import MissingExtra, needs
 
 
 def main() -> None:

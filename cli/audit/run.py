@@ -15,8 +15,7 @@ from txbroker.cli import submit
 from txbroker.cli.run import CommandFailed, usage_errors
 from txbroker.config.addresses import read_secret
 from txbroker.config.settings import ENV_PREFIX, SECRET_SETTINGS, Settings
-from txbroker.errors import TxbrokerError
-from txbroker.extras import needs
+from txbroker.errors import TxbrokerError, needs
 from txbroker.spark.session import SparkSettings, spark_session
 
 if TYPE_CHECKING:

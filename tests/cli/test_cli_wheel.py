@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -59,7 +60,7 @@ def test_the_installed_command_runs(wheel: Path, tmp_path: Path) -> None:
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path]
     subprocess.run([*install, wheel], check=True, capture_output=True)
     code = (
-        "import sys; sys.path.insert(0, sys.argv.pop(1)); import txbroker.cli.main as m;"
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); import txbroker.__main__ as m;"
         "print(m.__file__); m.main()"
     )
     done = subprocess.run(
@@ -67,6 +68,105 @@ def test_the_installed_command_runs(wheel: Path, tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.splitlines() == [
-        str(tmp_path / "txbroker/cli/main.py"),
+        str(tmp_path / "txbroker/__main__.py"),
         f"txbroker, version {__version__}",
     ]
+
+
+# --- the SDK alone ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sdk(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the packages of `pip install txbroker`."""
+    target = tmp_path_factory.mktemp("sdk")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", target]
+    subprocess.run(
+        [*install, "-c", ROOT / "constraints.txt", wheel], check=True, capture_output=True
+    )
+    return target
+
+
+def alone(sdk: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with the packages of the SDK, and no others."""
+    return subprocess.run(
+        [sys.executable, "-S", *arguments],
+        cwd=sdk, env={"PYTHONPATH": str(sdk)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def test_the_sdk_is_small(sdk: Path) -> None:
+    packages = {path.name.partition("-")[0] for path in sdk.glob("*.dist-info")}
+    assert packages == {"txbroker", "msgspec", "websockets"}
+    assert sum(path.stat().st_size for path in sdk.rglob("*") if path.is_file()) <= 15_000_000
+
+
+def test_the_sdk_imports_neither_proxy_nor_web_server(sdk: Path) -> None:
+    done = alone(sdk, "-c", "import txbroker.sdk, sys; print(*sys.modules)")
+    assert done.returncode == 0, done.stderr
+    modules = done.stdout.split()
+    assert {name.partition(".")[0] for name in modules} & {
+        "aiohttp", "aiokafka", "pydantic", "structlog", "prometheus_client", "click", "rich"
+    } == set()  # fmt: skip
+    rooms = {".".join(name.split(".")[:2]) for name in modules if name.startswith("txbroker.")}
+    assert not rooms & {f"txbroker.{room}" for room in ("proxy", "kafka", "consumer", "cli")}
+
+
+def test_the_sdk_is_imported_in_150_ms(sdk: Path) -> None:
+    alone(sdk, "-c", "import txbroker.sdk")  # compiles
+    best_us = min(
+        int(alone(sdk, "-X", "importtime", "-c", "import txbroker.sdk").stderr.split("|")[-2])
+        for _ in range(7)
+    )
+    assert best_us <= 150_000
+
+
+@pytest.mark.parametrize(
+    ("code", "extra"),
+    [("import txbroker.consumer", "consumer"), ("import txbroker.testing.broker", "proxy")],
+)
+def test_missing_extra_is_named_on_import(sdk: Path, code: str, extra: str) -> None:
+    done = alone(sdk, "-c", code)
+    assert done.returncode == 1
+    sentence = rf"the Python package \w+ is missing, run: pip install 'txbroker\[{extra}\]'"
+    assert re.search(f"MissingExtra: {sentence}$", done.stderr.strip())
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "extra"),
+    [
+        ("click", ["--help"], "cli"),
+        ("rich", ["demo"], "cli"),
+        ("pydantic", ["proxy"], "proxy"),
+        ("aiohttp", ["dev"], "proxy"),
+        ("aiokafka", ["topics", "plan"], "proxy"),
+        ("pyspark", ["audit", "run"], "spark"),
+    ],
+)
+def test_command_names_the_missing_extra(missing: str, arguments: list[str], extra: str) -> None:
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; from txbroker.__main__ import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"Error: the Python package {missing} is missing, run: pip install 'txbroker[{extra}]'\n"
+    )
+
+
+def test_mistyped_command_is_named_without_the_extras() -> None:
+    code = "import sys; sys.modules['aiokafka'] = None; from txbroker.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "shwo"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "There is no command 'shwo'" in done.stderr
+
+
+def test_module_runs_as_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "txbroker", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == f"txbroker, version {__version__}\n"

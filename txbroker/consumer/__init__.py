@@ -4,15 +4,14 @@
 """
 
 from txbroker.core.consuming.failure import Later, Reject
-from txbroker.core.records import Message
 from txbroker.door.consuming import StoredOffset
-from txbroker.extras import needs
+from txbroker.errors import needs
 
 with needs("consumer"):
     from txbroker.consumer.blocking import BlockingConsumer
     from txbroker.consumer.committer import CommitPolicy
     from txbroker.consumer.consumer import Consumer
-    from txbroker.consumer.message import MessageLease, ReceivedMessage
+    from txbroker.consumer.message import Message, MessageLease, ReceivedMessage
     from txbroker.consumer.positions import RecordsDeleted
     from txbroker.consumer.settings import ConsumerOptions
     from txbroker.consumer.statistics import ConsumerCollector, Statistics

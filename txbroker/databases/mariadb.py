@@ -8,8 +8,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from txbroker.databases.database import Database
 from txbroker.databases.dialect import MARIADB
 from txbroker.databases.sessions import refuse_control
-from txbroker.errors import ConfigurationError
-from txbroker.extras import needs
+from txbroker.errors import ConfigurationError, needs
 
 _STYLE = "pyformat"
 

@@ -9,8 +9,7 @@ from txbroker.databases.database import IDLE_S, LOCK_WAIT_S, Database
 from txbroker.databases.dialect import POSTGRESQL
 from txbroker.databases.sessions import in_transaction, refuse_control, tuple_cursor
 from txbroker.databases.steps import Query, Result, with_placeholders
-from txbroker.errors import ConfigurationError
-from txbroker.extras import needs
+from txbroker.errors import ConfigurationError, needs
 
 if TYPE_CHECKING:
     import psycopg

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from txbroker.embedded.errors import EmbeddedKafkaError
-from txbroker.extras import needs
+from txbroker.errors import needs
 
 with needs("embedded"):
     from txbroker.embedded.jars import BarProgress, Progress

@@ -12,8 +12,7 @@ from txbroker.core.index import due_ms
 from txbroker.core.lifecycle import UNDECIDED
 from txbroker.core.records import Message, Record, State
 from txbroker.door.consuming import ConsumingDoor
-from txbroker.errors import TxbrokerError
-from txbroker.extras import needs
+from txbroker.errors import TxbrokerError, needs
 from txbroker.testing.consuming import MemoryConsumingDoor
 from txbroker.testing.door import MemoryDoor
 from txbroker.testing.memory import LostReply, MemoryKafka
