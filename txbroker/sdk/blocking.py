@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from txbroker.contract.checks import Rollback
 from txbroker.core.records import Decision, Message
@@ -26,7 +26,7 @@ from txbroker.sdk.transaction import (
     checked_decision,
     checked_wait,
 )
-from txbroker.sdk.types import Outcome, ProducerClosed, Wait
+from txbroker.sdk.types import Outcome, ProducerClosed, TransactionOptions, Wait
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -191,18 +191,11 @@ class BlockingTransactionalProducer:
     def transaction(
         self,
         *messages: Message,
-        order_key: str | None = None,
-        check_after_s: float | None = None,
-        check_interval_s: float | None = None,
+        **options: Unpack[TransactionOptions],
     ) -> BlockingTransactionBlock:
         """As `TransactionalProducer.transaction`: `with producer.transaction(m) as tx`."""
         engine = self._started()
-        block = engine.producer.transaction(
-            *messages,
-            order_key=order_key,
-            check_after_s=check_after_s,
-            check_interval_s=check_interval_s,
-        )
+        block = engine.producer.transaction(*messages, **options)
         return BlockingTransactionBlock(engine, block)
 
     prepare = _in_producer(TransactionalProducer.prepare)
@@ -214,18 +207,13 @@ class BlockingTransactionalProducer:
         messages: Message | Iterable[Message],
         function: BlockingLocalFunction,
         *,
-        order_key: str | None = None,
-        check_after_s: float | None = None,
-        check_interval_s: float | None = None,
         wait: Wait = "decided",
+        **options: Unpack[TransactionOptions],
     ) -> Outcome:
         """As `TransactionalProducer.send_in_transaction`; `function` runs in this thread."""
         promoted = checked_wait(wait)
         block = self.transaction(
-            *((messages,) if isinstance(messages, Message) else messages),
-            order_key=order_key,
-            check_after_s=check_after_s,
-            check_interval_s=check_interval_s,
+            *((messages,) if isinstance(messages, Message) else messages), **options
         )
         with contextlib.suppress(_Unknown), block as transaction:
             decision = checked_decision(function(transaction))

@@ -121,12 +121,14 @@ class InFlightLimit:
 
 
 class Draft(Struct):
-    """A transaction that is not prepared yet."""
+    """A transaction that is not prepared yet; see `TransactionOptions`."""
 
     messages: tuple[Message, ...]
     order_key: str | None = None
     check_after_s: float | None = None
     check_interval_s: float | None = None
+    check_attempts_max: int | None = None
+    check_timeout_s: float | None = None
 
 
 class _RetryState:
@@ -319,6 +321,9 @@ class Calls:
             draft.order_key,
             draft.check_after_s,
             draft.check_interval_s,
+            False,
+            draft.check_attempts_max,
+            draft.check_timeout_s,
         )
 
     def _abandon(self, transaction_id: str, *, sent: bool) -> None:

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias, cast
+from typing import Self, TypeAlias, Unpack, cast
 from urllib.parse import urlsplit
 
 from txbroker.contract.checks import CheckFunction, Rollback
@@ -35,9 +35,10 @@ from txbroker.sdk.types import (
     Limits,
     Outcome,
     ProducerClosed,
+    TransactionOptions,
     Wait,
     checked,
-    checked_seconds,
+    checked_options,
     checked_text,
 )
 
@@ -172,32 +173,22 @@ class TransactionalProducer:
     def transaction(
         self,
         *messages: Message,
-        order_key: str | None = None,
-        check_after_s: float | None = None,
-        check_interval_s: float | None = None,
+        **options: Unpack[TransactionOptions],
     ) -> TransactionBlock:
         """Return a block for a local transaction: `async with producer.transaction(m) as tx`.
 
         Args:
             messages: a commit publishes all of them, a rollback none.
-            order_key: commits of one order key become visible in the order in which they were
-                acknowledged; by default topic and key of the first message.
-            check_after_s: time until the first check, instead of the group's setting.
-            check_interval_s: time between two checks, likewise.
+            options: see `TransactionOptions`.
 
         Raises:
-            BadRequest: a message or option is malformed.
+            TypeError: a message or option has a wrong type.
+            BadRequest: a value is out of range.
             On entry: ProducerClosed; Overloaded, OwnerUnavailable: the block does not run and
             nothing will be published; other RequestErrors: it was refused.
             On leaving: as `Transaction.commit`.
         """
-        if order_key is not None:
-            order_key = checked_text("order_key", order_key)
-        if check_after_s is not None:
-            check_after_s = checked_seconds("check_after_s", check_after_s)
-        if check_interval_s is not None:
-            check_interval_s = checked_seconds("check_interval_s", check_interval_s)
-        draft = Draft(checked(messages), order_key, check_after_s, check_interval_s)
+        draft = Draft(checked(messages), **(checked_options(options) if options else {}))
         return TransactionBlock(draft, self._calls, self._local)
 
     async def send_in_transaction(
@@ -205,10 +196,8 @@ class TransactionalProducer:
         messages: Message | Iterable[Message],
         function: LocalFunction,
         *,
-        order_key: str | None = None,
-        check_after_s: float | None = None,
-        check_interval_s: float | None = None,
         wait: Wait = "decided",
+        **options: Unpack[TransactionOptions],
     ) -> Outcome:
         """Prepare, call `function` with the transaction, and decide by its result.
 
@@ -217,10 +206,7 @@ class TransactionalProducer:
         """
         promoted = checked_wait(wait)
         block = self.transaction(
-            *((messages,) if isinstance(messages, Message) else messages),
-            order_key=order_key,
-            check_after_s=check_after_s,
-            check_interval_s=check_interval_s,
+            *((messages,) if isinstance(messages, Message) else messages), **options
         )
         transaction = await block.__aenter__()
         try:
@@ -248,21 +234,14 @@ class TransactionalProducer:
     async def prepare(
         self,
         *messages: Message,
-        order_key: str | None = None,
-        check_after_s: float | None = None,
-        check_interval_s: float | None = None,
+        **options: Unpack[TransactionOptions],
     ) -> str:
         """Store messages as a half message; return its id for `commit` or `rollback`, here or in
         another process. Checks go to the check function from the start.
 
         Errors as on entry of `transaction`.
         """
-        block = self.transaction(
-            *messages,
-            order_key=order_key,
-            check_after_s=check_after_s,
-            check_interval_s=check_interval_s,
-        )
+        block = self.transaction(*messages, **options)
         self._local.require_open()
         status = await prepared(self._calls, block.draft)
         self._local.settled(status.id)
