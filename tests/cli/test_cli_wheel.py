@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -78,21 +79,25 @@ def test_the_installed_command_runs(wheel: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sdk(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the packages of `pip install txbroker`."""
-    target = tmp_path_factory.mktemp("sdk")
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", target]
+    """The packages of `pip install txbroker`, in an environment without others."""
+    folder = tmp_path_factory.mktemp("sdk")
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", packages]
     subprocess.run(
         [*install, "-c", ROOT / "constraints.txt", wheel], check=True, capture_output=True
     )
-    return target
+    return packages
+
+
+def python_of(packages: Path) -> Path:
+    return packages.parents[2] / "bin/python"
 
 
 def alone(sdk: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python with the packages of the SDK, and no others."""
-    return subprocess.run(
-        [sys.executable, "-S", *arguments],
-        cwd=sdk, env={"PYTHONPATH": str(sdk)}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    command = [python_of(sdk), "-I", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def test_the_sdk_is_small(sdk: Path) -> None:
@@ -170,3 +175,94 @@ def test_module_runs_as_the_command() -> None:
         [sys.executable, "-m", "txbroker", "--version"], capture_output=True, text=True, timeout=60
     )
     assert done.stdout == f"txbroker, version {__version__}\n"
+
+
+# --- a user's project -------------------------------------------------------------------------
+
+PROJECT = """
+from collections.abc import Mapping
+from datetime import date
+
+from txbroker.sdk import (
+    BlockingTransaction,
+    BlockingTransactionalProducer,
+    CheckRequest,
+    Decision,
+    Limits,
+    Message,
+    Outcome,
+    Rollback,
+    SqliteBarrier,
+    Transaction,
+    TransactionalProducer,
+    TransactionOptions,
+    parse_check,
+    verify_webhook,
+)
+
+OPTIONS: TransactionOptions = {"check_attempts_max": 3, "check_timeout_s": 1.5}
+MESSAGES = [
+    Message("payments", key="42", value="10 EUR", headers={"source": "shop"}),
+    Message("payments", b"42", b"10 EUR", [("source", b"shop"), ("empty", None)], 0, 1),
+    Message.json("orders", {"number": 42, "day": date(2026, 1, 1)}, key="42"),
+]
+
+
+async def check(request: CheckRequest) -> Decision:
+    return Decision.COMMIT if request.messages[0].key else Decision.UNKNOWN
+
+
+async def place() -> Outcome:
+    producer = TransactionalProducer("http://127.0.0.1:8470", group="orders", check=check)
+    async with producer, producer.transaction(*MESSAGES, **OPTIONS) as tx:
+        raise Rollback("sold out")
+    seen: Transaction = tx
+    return seen.outcome if tx.rolled_back else await producer.send_in_transaction(MESSAGES, local)
+
+
+async def local(tx: Transaction) -> Decision:
+    return Decision.COMMIT
+
+
+def place_blocking(barrier: SqliteBarrier) -> str:
+    producer = BlockingTransactionalProducer(
+        ["http://127.0.0.1:8470"], group="orders", check=barrier.check, limits=Limits(retry_s=5)
+    )
+    with producer.transaction(MESSAGES[0]) as tx:
+        seen: BlockingTransaction = tx
+        return seen.id
+    return producer.prepare(MESSAGES[0], check_after_s=60)
+
+
+def endpoint(headers: Mapping[str, str], pairs: list[tuple[bytes, bytes]], body: bytes) -> str:
+    verify_webhook("s3cret", headers, body)
+    verify_webhook("s3cret", pairs, body)
+    return parse_check(body).id
+"""
+MISTAKES = {
+    'Message("t", key=5)': "arg-type",
+    'Message("t", headers={"a": 1})': "arg-type",
+    "Message.json(5, {})": "arg-type",
+    'BlockingTransactionalProducer("u", group="g").transaction(M, check_attempt_max=3)': "call-arg",
+    'BlockingTransactionalProducer("u", group="g").prepare(M, check_timeout_s="1")': "arg-type",
+    'BlockingTransactionalProducer("u", group=b"g")': "arg-type",
+    'BlockingTransactionalProducer("u", group="g").commit("id", wait="soon")': "arg-type",
+}
+
+
+def test_types_help_in_a_strict_project(sdk: Path, tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(PROJECT)
+    lines = ["from txbroker.sdk import BlockingTransactionalProducer, Message", 'M = Message("t")']
+    (tmp_path / "mistakes.py").write_text("\n".join([*lines, *MISTAKES]) + "\n")
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir",
+            tmp_path / "cache", "--python-executable", python_of(sdk), "shop.py", "mistakes.py",
+        ],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    found = re.findall(r"^(\S+):(\d+): error: .*\[([\w-]+)\]$", done.stdout, re.M)
+    wanted = [
+        ("mistakes.py", str(number), code) for number, code in enumerate(MISTAKES.values(), 3)
+    ]
+    assert found == wanted, done.stdout + done.stderr

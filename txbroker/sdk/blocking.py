@@ -97,6 +97,14 @@ class BlockingTransaction:
         """The status of the transaction, as known here."""
         return self._transaction.outcome
 
+    @property
+    def rolled_back(self) -> bool:
+        """As `Transaction.rolled_back`."""
+        return self._transaction.rolled_back
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id} {self.outcome.state}>"
+
     def replace(self, *messages: Message) -> None:
         """As `Transaction.replace`."""
         self._transaction.replace(*messages)
@@ -148,11 +156,18 @@ class BlockingTransactionalProducer:
     @_with_arguments(TransactionalProducer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._make = functools.partial(TransactionalProducer, *args, **kwargs)
-        self._make()  # so that wrong arguments are refused here, not at the first use
+        # Made so that wrong arguments are refused here, not at the first use.
+        made = self._make()
+        self.group = made.group
+        self._described = repr(made).partition(" ")[2].removesuffix(" not started>")
         self._lock = threading.Lock()
         self._engine: _Engine | None = None
         self._closed = False
         _producers.add(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "started" if self._engine else "not started"
+        return f"<{type(self).__name__} {self._described} {state}>"
 
     # --- life ----------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from txbroker.errors import (
 from txbroker.sdk.checks import LocalTransactions
 from txbroker.sdk.router import Router
 from txbroker.sdk.session import AnsweredOperation, Session, SessionLost
-from txbroker.sdk.types import Limits, size_of
+from txbroker.sdk.types import Limits, backoff_s, size_of
 
 _log = logging.getLogger("txbroker.sdk")
 
@@ -197,7 +197,7 @@ class _RetryState:
         self.attempt += 1
         self.choice += 1
         if not (isinstance(self._last, SessionLost) and self.attempt == 1):
-            pause_s = min(CALL_BACKOFF_MAX_S, self._limits.backoff_s(self.attempt))
+            pause_s = min(CALL_BACKOFF_MAX_S, backoff_s(self._limits, self.attempt))
             await self.wait(asyncio.sleep(pause_s))
 
     def exhausted(self) -> RequestError:

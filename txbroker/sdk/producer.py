@@ -14,7 +14,7 @@ from typing import Self, TypeAlias, Unpack, cast
 from urllib.parse import urlsplit
 
 from txbroker.contract.checks import CheckFunction, Rollback
-from txbroker.contract.frames import SESSION_VERSION, CheckQuestion, Decide, Drain, Hello
+from txbroker.contract.frames import SESSION_VERSION, Decide, Drain, Hello
 from txbroker.core.records import Decision, Message
 from txbroker.errors import ConfigurationError
 from txbroker.net.tls import ClientTls, TlsFiles
@@ -40,9 +40,10 @@ from txbroker.sdk.types import (
     checked,
     checked_options,
     checked_text,
+    checked_token,
 )
 
-START_TIMEOUT_S = 15.0
+START_TIMEOUT_S = 3.0
 """How long the first session may take by default."""
 DRAIN_TIMEOUT_S = 30.0
 """How long `async with` waits on leaving for transactions and checks that still run."""
@@ -101,16 +102,24 @@ class TransactionalProducer:
         self._urls = _checked_urls(urls)
         self.group = checked_text("group", group)
         self.instance = checked_text("instance", instance or _generated_instance())
-        self._token = token
+        self._token = checked_token(token)
         self._tls = ClientTls(
             TlsFiles(_path(ca_file), _path(client_cert_file), _path(client_key_file))
         )
-        self._limits = (limits or Limits()).validate()
+        self._limits = limits or Limits()
         self._local = LocalTransactions(self._limits.running_again_s)
         self._desk = CheckAnswerer(check, self._local, self._limits)
-        self._router = Router(self._urls, self._open_session, self._limits)
+        self._router = Router(self._urls, self._open_session, self._desk.arrived, self._limits)
         self._calls = Calls(self._router, self._local, self._limits)
         self._draining = False
+
+    def __repr__(self) -> str:
+        local = self._local
+        state = "closed" if local.closed else "started" if local.started else "not started"
+        return (
+            f"<{type(self).__name__} group={self.group!r} instance={self.instance!r} "
+            f"urls={self._urls!r} {state}>"
+        )
 
     # --- life ----------------------------------------------------------------------------
 
@@ -214,7 +223,7 @@ class TransactionalProducer:
             if decision is Decision.ROLLBACK:
                 raise Rollback("the function returned rollback")
             if decision is Decision.UNKNOWN:
-                transaction.leave_in_doubt(None)
+                transaction._leave_in_doubt(None)
             elif promoted and transaction.outcome.decision is not Decision.ROLLBACK:
                 await transaction.commit("promoted")
         except _StillRunning as error:
@@ -281,22 +290,12 @@ class TransactionalProducer:
 
     async def _open_session(self, address: str) -> Session:
         hello = Hello(SESSION_VERSION, self.group, self.instance, self._desk.has_function)
-        session = await open_session(address, self._token, hello, self, self._limits, self._tls)
+        session = await open_session(
+            address, self._token, hello, self._router, self._limits, self._tls
+        )
         if self._draining:
             session.post(Drain())
         return session
-
-    def owners_changed(self, session: Session, before: tuple[str, ...]) -> None:
-        """See `txbroker.sdk.session.Listener`."""
-        self._router.owners_changed(session, before)
-
-    def check_arrived(self, session: Session, check: CheckQuestion) -> None:
-        """See `txbroker.sdk.session.Listener`."""
-        self._desk.arrived(session, check)
-
-    def session_lost(self, session: Session, why: str) -> None:
-        """See `txbroker.sdk.session.Listener`."""
-        self._router.session_lost(session, why)
 
 
 class _StillRunning(Exception):

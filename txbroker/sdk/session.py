@@ -6,8 +6,10 @@ when it is lost, every waiting call fails with an error that states whether it h
 
 import asyncio
 import contextlib
+import errno
 import logging
 import math
+import socket
 from collections import deque
 from collections.abc import Mapping
 from typing import Protocol, TypeAlias
@@ -387,15 +389,26 @@ async def open_session(
     except InvalidStatus as error:
         raise _refusal(address, error.response.status_code, error.response.headers) from None
     except TimeoutError:
-        raise CannotConnect(f"{address} does not answer") from None
+        raise CannotConnect(f"{address} does not answer; check the network") from None
     except (InvalidHandshake, InvalidURI, OSError, ValueError, msgspec.MsgspecError) as error:
         if (why := tls_trouble(error)) is not None:
             raise CannotTrust(f"{address}: {why}") from None
-        raise CannotConnect(f"{address}: {error or type(error).__name__}") from None
+        raise CannotConnect(f"{address}: {_cause(error)}") from None
     assert isinstance(welcome, Welcome)
     session = Session(connection, welcome, welcome.url or address, listener)
     session.start(rest)
     return session
+
+
+def _cause(error: Exception) -> str:
+    """Return why there is no connection, with the next step."""
+    if f"[Errno {errno.ECONNREFUSED}]" in str(error):  # also of several addresses
+        return "connection refused; start a proxy there, or correct the URL"
+    if isinstance(error, socket.gaierror):
+        return f"its host is not known ({error.strerror}); correct the URL"
+    if isinstance(error, InvalidHandshake):
+        return f"no proxy of txbroker answers ({error}); correct the URL"
+    return str(error) or type(error).__name__
 
 
 def _refusal(address: str, status: int, headers: Mapping[str, str]) -> Exception:

@@ -48,6 +48,10 @@ class Limits:
             asked, then its check URL.
         check_threads_max: threads for plain check functions.
         running_again_s: while a block runs here, its check is postponed by this.
+
+    Raises:
+        TypeError: a limit is not a number.
+        ConfigurationError: a limit is not above 0.
     """
 
     retry_s: float = 60.0
@@ -63,24 +67,22 @@ class Limits:
     check_threads_max: int = 8
     running_again_s: float = 10.0
 
-    def validate(self) -> "Limits":
-        """Return self.
-
-        Raises:
-            ConfigurationError: a limit is not above 0.
-        """
+    def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name} must be above 0, not {getattr(self, name)!r}")
-        return self
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} is a number, not {type(value).__name__}")
+            if not value > 0:
+                raise ConfigurationError(f"{name} must be above 0, not {value!r}")
 
-    def backoff_s(self, failures: int) -> float:
-        """Return the pause after a number of failures in a row, 0 after none. It doubles each time;
-        jitter of up to half of it spreads the clients."""
-        if failures <= 0:
-            return 0.0
-        pause_s = grown_pause_s(failures, self.backoff_first_s, self.backoff_max_s)
-        return pause_s * random.uniform(0.5, 1.0)
+
+def backoff_s(limits: Limits, failures: int) -> float:
+    """Return the pause after a number of failures in a row, 0 after none. It doubles each time;
+    jitter of up to half of it spreads the clients."""
+    if failures <= 0:
+        return 0.0
+    pause_s = grown_pause_s(failures, limits.backoff_first_s, limits.backoff_max_s)
+    return pause_s * random.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,17 @@ def checked_text(name: str, value: object) -> str:
         except UnicodeEncodeError:
             raise BadRequest(f"{name} {value!r} cannot be written as UTF-8") from None
     return value
+
+
+def checked_token(token: object) -> str | None:
+    """Return a token as it can be sent in a header; raise TypeError or ConfigurationError."""
+    if token is not None and not isinstance(token, str):
+        raise TypeError(f"token is a str or None, not {type(token).__name__}")
+    if token and not (token.isascii() and token.isprintable()):
+        raise ConfigurationError(
+            "the token has characters that no header can hold: read it without its line end"
+        )
+    return token
 
 
 def _seconds(name: str, value: object) -> float:
