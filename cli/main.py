@@ -6,6 +6,7 @@ import difflib
 import importlib
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import click
@@ -91,12 +92,13 @@ class LazyGroup(SuggestingGroup):
 
     def elsewhere(self, ctx: click.Context, name: str) -> list[str]:
         """Return the commands with this name in subgroups."""
-        return [
-            f"{group_name} {name}"
-            for group_name in self._lazy
-            if isinstance(group := self.get_command(ctx, group_name), click.Group)
-            and group.get_command(ctx, name) is not None
-        ]
+        found = []
+        for group_name in self._lazy:
+            with suppress(ModuleNotFoundError):  # its extra is not installed
+                group = self.get_command(ctx, group_name)
+                if isinstance(group, click.Group) and group.get_command(ctx, name) is not None:
+                    found.append(f"{group_name} {name}")
+        return found
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
         """Return matching options, and matching commands without importing them."""

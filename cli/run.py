@@ -12,6 +12,8 @@ from typing import TextIO, TypeVar
 
 import click
 
+from txbroker.errors import needs
+
 T = TypeVar("T")
 
 FAILED, USAGE, PARTLY, DRIFT = 1, 2, 3, 4
@@ -93,7 +95,8 @@ def run(cli: click.Command, arguments: Sequence[str]) -> int:
     _suit_terminal()
     debug = "--debug" in arguments or bool(os.environ.get("TXBROKER_DEBUG"))
     try:
-        code = cli.main(args=list(arguments), prog_name="txbroker", standalone_mode=False)
+        with needs():
+            code = cli.main(args=list(arguments), prog_name="txbroker", standalone_mode=False)
         sys.stdout.flush()
         if isinstance(code, int):  # from `Context.exit`, which click catches
             return code
@@ -162,12 +165,11 @@ def _sentence(error: click.ClickException) -> str:
 
 
 def _report_unexpected(error: Exception, debug: bool) -> int:
-    from txbroker.embedded.errors import EmbeddedKafkaError
     from txbroker.errors import TxbrokerError
 
     if debug:
         click.echo("".join(traceback.format_exception(error)).rstrip(), err=True)
-    if isinstance(error, TxbrokerError | EmbeddedKafkaError):
+    if isinstance(error, TxbrokerError):
         click.echo(f"Error: {error}", err=True)
     elif not debug:
         message = str(error).partition("\n")[0] or type(error).__name__

@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from txbroker.embedded.jars import DEFAULT_REPOSITORY, REPOSITORY_SETTING, cache_dir
 from txbroker.embedded.java import candidates, major_version
-from txbroker.errors import ConfigurationError, TxbrokerError
+from txbroker.errors import ConfigurationError, TxbrokerError, missing_extra
 from txbroker.spark import daemon
 
 if TYPE_CHECKING:
@@ -132,9 +132,7 @@ def require_pyspark() -> None:
         except ModuleNotFoundError:  # its parent package is missing too
             spec = None
         if spec is None:
-            raise ConfigurationError(
-                f"the Python package {module} is missing, run: pip install 'txbroker[spark]'"
-            )
+            raise missing_extra(module, "spark")
 
 
 def _quieten_pyspark(verbose: bool) -> None:

@@ -1,5 +1,7 @@
 """What can go wrong, by who must act. A class's docstring is its message where none is given."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 
@@ -12,6 +14,10 @@ class TxbrokerError(Exception):
 
 class ConfigurationError(TxbrokerError):
     """The configuration contradicts itself or names something that does not exist."""
+
+
+class MissingExtra(ConfigurationError, ImportError):
+    """A library is missing; the message names the extra that installs it."""
 
 
 class InvariantBroken(TxbrokerError):
@@ -225,3 +231,40 @@ def request_errors() -> dict[str, type[RequestError]]:
     """Return every kind of RequestError by its code."""
     kinds: list[type[RequestError]] = [RequestError, *RequestError.__subclasses__()]
     return {kind.code: kind for kind in kinds}
+
+
+# --- missing libraries -----------------------------------------------------------------------
+
+_EXTRAS = {
+    "click": "cli",
+    "rich": "cli",
+    "pandas": "spark",
+    "pyarrow": "spark",
+    "pyspark": "spark",
+    "sqlite_utils": "spark",
+}
+"""The extras of libraries that the command imports, other than `proxy`."""
+
+
+def missing_extra(module: str, extra: str = "") -> MissingExtra:
+    """Return the error for a module that is not installed; see `needs`."""
+    extra = extra or _EXTRAS.get(module, "proxy")
+    return MissingExtra(
+        f"the Python package {module} is missing, run: pip install 'txbroker[{extra}]'"
+    )
+
+
+@contextmanager
+def needs(extra: str = "") -> Iterator[None]:
+    """Name `extra` if a library is missing that is imported here; by default the command's extra
+    that has this library.
+
+    Raises:
+        MissingExtra: a library is missing.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("txbroker"):
+            raise
+        raise missing_extra(error.name.partition(".")[0], extra) from None

@@ -15,7 +15,7 @@ from txbroker.cli import submit
 from txbroker.cli.run import CommandFailed, usage_errors
 from txbroker.config.addresses import read_secret
 from txbroker.config.settings import ENV_PREFIX, SECRET_SETTINGS, Settings
-from txbroker.errors import TxbrokerError
+from txbroker.errors import TxbrokerError, needs
 from txbroker.spark.session import SparkSettings, spark_session
 
 if TYPE_CHECKING:
@@ -100,12 +100,8 @@ def business_table(options: dict[str, Any]) -> "BusinessTable | None":
 
 def journal_of(settings: Settings) -> "Journal":
     """Return the journal of runs; its file need not exist."""
-    try:
+    with needs("spark"):
         from txbroker.spark.journal import JOURNAL_FILE, Journal
-    except ModuleNotFoundError as error:
-        raise CommandFailed(
-            f"the Python package {error.name} is missing, run: pip install 'txbroker[spark]'"
-        ) from None
     return Journal(settings.data_dir / JOURNAL_FILE)
 
 

@@ -138,6 +138,16 @@ async def test_fifteen_unknowns_park(service: Service) -> None:
     assert len(service.asked(group)) == 15
 
 
+async def test_transaction_has_its_own_check_policy(service: Service) -> None:
+    group = await service.group(UNKNOWN, attempts_max=5, timeout_s=30)
+    id = await pending(service, group, check_attempts_max=2, check_timeout_s=0.2)
+    shown = await service.reaches(id, "parked")
+    assert [call["attempts_max"] for call in service.asked(group)] == [2, 2]
+    assert shown["attempts"] == shown["attempts_max"] == 2
+    id = await pending(service, group, check_interval_s=NEVER_S)
+    assert (await service.show(id))["attempts_max"] == 5
+
+
 async def test_revived_transaction_begins_new_round(service: Service) -> None:
     group = await service.group(*[UNKNOWN] * 6, COMMIT, attempts_max=3, timeout_s=0.1)
     id = await pending(service, group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import http.server
+import io
 import multiprocessing
 import os
 import socket
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from txbroker.embedded import jars
 from txbroker.embedded.errors import (
@@ -248,3 +250,17 @@ def test_two_processes_download_concurrently(repository: Repository, tmp_path: P
     assert [process.exitcode for process in processes] == [0] * 4
     assert files_in_cache(tmp_path) == set(CONTENT)
     assert_whole(jars.ensure_jars("x"))
+
+
+def test_progress_is_lines_where_stderr_is_no_terminal() -> None:
+    file = io.StringIO()
+    progress = jars.BarProgress(Console(file=file))
+    progress.begin("Kafka 9", 40_000_000)
+    for _ in range(3):
+        progress.advance(10_000_000)
+    progress.advance(-10_000_000)  # a retry
+    progress.advance(20_000_000)
+    progress.end()
+    assert file.getvalue().splitlines() == [
+        f"Kafka 9: {megabytes} of 40 MB" for megabytes in (0, 10, 20, 30, 40)
+    ]

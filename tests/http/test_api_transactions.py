@@ -43,7 +43,8 @@ async def test_prepare_after_decision_answers_current_state(api: Api) -> None:
 
 async def test_prepare_passes_every_field(api: Api) -> None:
     body = transaction(
-        order_key="o", check_after_s=1, check_interval_s=2.5,
+        order_key="o", check_after_s=1, check_interval_s=2.5, check_attempts_max=3,
+        check_timeout_s=1,
         messages=[
             {
                 "topic": "a", "key": "k", "value_base64": base64.b64encode(b"\xff").decode(),
@@ -63,6 +64,8 @@ async def test_prepare_passes_every_field(api: Api) -> None:
         order_key="o",
         check_after_s=1.0,
         check_interval_s=2.5,
+        check_attempts_max=3,
+        check_timeout_s=1.0,
         messages=(
             Message("a", b"k", b"\xff", (("h", b"1"), ("h", b"\xff"), ("n", None)), 3, 5),
             Message("b", b"\xff", None, (("x", b"y"),)),

@@ -107,7 +107,7 @@ async def test_unexpected_connect_error_is_logged_and_paused(
         dialled.append(address)
         raise AttributeError("unexpected")
 
-    router = Router(["http://127.0.0.1:1"], dial, Limits())
+    router = Router(["http://127.0.0.1:1"], dial, lambda session, check: None, Limits())
     try:
         with pytest.raises(OwnerUnavailable, match="AttributeError"):
             await router.start(0.5)

@@ -2,9 +2,11 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 
+from tests.kit.until import free_ports
 from tests.sdk.fake_proxy import QUICK, AnswerAfter, FakeCluster, FakeProxy, Refuse
 from txbroker.contract.frames import FRAME_OPERATIONS_MAX, AskEarly, Decide, Prepare
 from txbroker.core.records import Decision, Message, State
@@ -22,6 +24,7 @@ from txbroker.errors import (
     WrongGroup,
 )
 from txbroker.sdk import (
+    BlockingTransactionalProducer,
     Limits,
     Outcome,
     ProducerClosed,
@@ -246,16 +249,11 @@ async def test_ids_hold_partition_and_proxy_time(cluster: FakeCluster) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        "text",
         Message(""),
-        Message("t", value="text"),  # type: ignore[arg-type]
-        Message("t", key=5),  # type: ignore[arg-type]
-        Message("t", headers=(("h",),)),  # type: ignore[arg-type]
-        Message("t", headers=((b"h", b""),)),  # type: ignore[arg-type]
         Message("t", partition=-1),
-        Message("t", partition=True),
         Message("t", timestamp_ms=2**64),
         Message("t\ud800"),
+        Message("t", headers={"\ud800": b""}),
     ],
 )
 async def test_malformed_messages_are_refused_before_sending(
@@ -267,9 +265,28 @@ async def test_malformed_messages_are_refused_before_sending(
 
 
 async def test_malformed_options_are_refused(producer: TransactionalProducer) -> None:
-    for options in ({"check_after_s": 0}, {"check_interval_s": float("nan")}, {"order_key": ""}):
-        with pytest.raises(BadRequest):
-            producer.transaction(M, **options)  # type: ignore[arg-type]
+    for name, value in (
+        ("check_after_s", 0),
+        ("check_interval_s", float("nan")),
+        ("order_key", ""),
+        ("order_key", "\ud800"),
+        ("check_attempts_max", 0),
+        ("check_timeout_s", -1),
+    ):
+        with pytest.raises(BadRequest, match=name):
+            producer.transaction(M, **{name: value})  # type: ignore[misc]
+    for name, value in (
+        ("check_after_s", "1"),
+        ("check_interval_s", True),
+        ("order_key", b"k"),
+        ("check_attempts_max", 1.5),
+        ("check_timeout_s", [1]),
+        ("check_attempt_max", 1),
+    ):
+        with pytest.raises(TypeError, match=name):
+            producer.transaction(M, **{name: value})  # type: ignore[misc]
+    with pytest.raises(TypeError, match=r"a message is a txbroker\.sdk\.Message, not str"):
+        producer.transaction("text")  # type: ignore[arg-type]
     with pytest.raises(BadRequest):
         producer.transaction()
     with pytest.raises(BadRequest):
@@ -423,3 +440,70 @@ async def test_use_before_start_is_refused(proxy: FakeProxy) -> None:
     for call in calls:
         with pytest.raises(ProducerClosed, match="not started"):
             await call
+
+
+async def test_options_reach_the_proxy(
+    cluster: FakeCluster, producer: TransactionalProducer
+) -> None:
+    await producer.prepare(
+        M, order_key="o", check_after_s=1, check_interval_s=2, check_attempts_max=3,
+        check_timeout_s=4,
+    )  # fmt: skip
+    await producer.prepare(M, check_attempts_max=None)
+    sent = [
+        (
+            prepare.order_key, prepare.check_after_s, prepare.check_interval_s,
+            prepare.check_attempts_max, prepare.check_timeout_s,
+        )
+        for prepare in cluster.prepares
+    ]  # fmt: skip
+    assert sent == [("o", 1.0, 2.0, 3, 4.0), (None,) * 5]
+
+
+async def test_swallowed_rollback_shows(producer: TransactionalProducer) -> None:
+    async with producer.transaction(M) as kept:
+        assert not kept.rolled_back
+        assert repr(kept) == f"<Transaction {kept.id} pending>"
+    async with producer.transaction(M) as tx:
+        raise Rollback
+    assert (kept.rolled_back, tx.rolled_back) == (False, True)
+    assert repr(tx) == f"<Transaction {tx.id} rolled_back>"
+
+
+def test_producer_shows_its_state_and_no_token() -> None:
+    for kind in (TransactionalProducer, BlockingTransactionalProducer):
+        shown = repr(kind("http://127.0.0.1:1", group="g", instance="i", token="s3cret"))
+        assert shown == (
+            f"<{kind.__name__} group='g' instance='i' urls=['http://127.0.0.1:1'] not started>"
+        )
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://127.0.0.1:{port}", "connection refused; start a proxy there, or correct the URL"),
+        ("http://no-such-host.invalid:1", "its host is not known"),
+        ("http://localhost:{port}", "connection refused; start a proxy there, or correct the URL"),
+    ],
+)
+async def test_first_use_names_what_is_wrong_within_seconds(url: str, words: str) -> None:
+    url = url.format(port=free_ports(1)[0])
+    began_s = time.monotonic()
+    with pytest.raises(OwnerUnavailable) as failed:
+        async with TransactionalProducer(url, group="g"):
+            pytest.fail("started without a proxy")
+    assert time.monotonic() - began_s < 4
+    assert str(failed.value).startswith(f"no proxy can be reached: {url}: ")
+    assert words in str(failed.value)
+
+
+def test_bad_token_and_limits_are_refused_at_creation() -> None:
+    for token in ("a\n", "a\r\nb: c", "\xff"):
+        with pytest.raises(ConfigurationError, match="no header can hold"):
+            TransactionalProducer("http://h", group="g", token=token)
+    with pytest.raises(TypeError, match="token is a str"):
+        TransactionalProducer("http://h", group="g", token=b"t")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="retry_s must be above 0"):
+        Limits(retry_s=0)
+    with pytest.raises(TypeError, match="checks_max is a number, not str"):
+        Limits(checks_max="9")  # type: ignore[arg-type]

@@ -1,14 +1,18 @@
 """Check-backs over HTTP: signatures and the question."""
 
 import base64
+import email.message
 import json
+from types import MappingProxyType
+from typing import Any
 
 import pytest
+from multidict import CIMultiDict
 
-from txbroker.contract.signing import secret_key, sign
+from txbroker.contract.signing import TEST_HEADER, secret_key, sign
 from txbroker.core.records import CheckReason, Message
 from txbroker.errors import BadRequest, ConfigurationError
-from txbroker.sdk import BadSignature, CheckRequest, parse_check, verify_webhook
+from txbroker.sdk import BadSignature, CheckRequest, is_test_call, parse_check, verify_webhook
 
 BODY = b'{"decision"'
 NOW = 1_700_000_000
@@ -119,3 +123,27 @@ def test_check_body_is_parsed(at: object) -> None:
 def test_malformed_check_body_is_refused(body: bytes) -> None:
     with pytest.raises(BadRequest, match="not a check-back"):
         parse_check(body)
+
+
+def test_headers_of_any_framework_pass() -> None:
+    message = email.message.Message()  # http.server
+    for name, value in headers().items():
+        message[name] = value
+    pairs = [(name.lower().encode(), value.encode()) for name, value in headers().items()]
+    for given in (
+        CIMultiDict(headers()),
+        MappingProxyType({name.upper(): value for name, value in headers().items()}),
+        message,
+        pairs,  # ASGI
+    ):
+        verify_webhook("s3cret", given, BODY, now=NOW)
+    assert is_test_call([(TEST_HEADER.encode(), b"1")])
+    assert not is_test_call({TEST_HEADER: "0"})
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "text", ["text"], {"webhook-id": 5}, [b"ab", b"c"]])
+def test_what_is_no_headers_is_named(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="headers are a mapping of text, or pairs"):
+        verify_webhook("s3cret", wrong, BODY, now=NOW)
+    with pytest.raises(TypeError, match="body is the request's body as bytes, not str"):
+        verify_webhook("s3cret", headers(), BODY.decode(), now=NOW)  # type: ignore[arg-type]

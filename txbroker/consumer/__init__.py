@@ -3,21 +3,23 @@
 `Consumer` for asyncio, `BlockingConsumer` for other code. Handlers raise `Later` or `Reject`.
 """
 
-from txbroker.consumer.blocking import BlockingConsumer
-from txbroker.consumer.committer import CommitPolicy
-from txbroker.consumer.consumer import Consumer
-from txbroker.consumer.message import MessageLease, ReceivedMessage
-from txbroker.consumer.positions import RecordsDeleted
-from txbroker.consumer.settings import ConsumerOptions
-from txbroker.consumer.statistics import ConsumerCollector, Statistics
-from txbroker.consumer.stores.database import InDatabase
-from txbroker.consumer.stores.files import InFile
-from txbroker.consumer.stores.kafka import InKafka, Outputs
-from txbroker.consumer.stores.own import PositionStore
-from txbroker.consumer.workers import HandlerTimeout
 from txbroker.core.consuming.failure import Later, Reject
-from txbroker.core.records import Message
 from txbroker.door.consuming import StoredOffset
+from txbroker.errors import needs
+
+with needs("consumer"):
+    from txbroker.consumer.blocking import BlockingConsumer
+    from txbroker.consumer.committer import CommitPolicy
+    from txbroker.consumer.consumer import Consumer
+    from txbroker.consumer.message import Message, MessageLease, ReceivedMessage
+    from txbroker.consumer.positions import RecordsDeleted
+    from txbroker.consumer.settings import ConsumerOptions
+    from txbroker.consumer.statistics import ConsumerCollector, Statistics
+    from txbroker.consumer.stores.database import InDatabase
+    from txbroker.consumer.stores.files import InFile
+    from txbroker.consumer.stores.kafka import InKafka, Outputs
+    from txbroker.consumer.stores.own import PositionStore
+    from txbroker.consumer.workers import HandlerTimeout
 
 __all__ = [
     "BlockingConsumer",

@@ -12,6 +12,7 @@ from msgspec import Struct
 from txbroker.core.consuming.copies import Failed, message_id
 from txbroker.core.consuming.queues import Lane
 from txbroker.core.records import Headers, Record
+from txbroker.core.records import Message as Message
 
 if TYPE_CHECKING:
     from txbroker.consumer.partition import Work

@@ -57,6 +57,8 @@ class Prepare(_Operation, frozen=True, tag="prepare"):
     check_after_s: float | None = None
     check_interval_s: float | None = None
     retry: bool = False
+    check_attempts_max: int | None = None
+    check_timeout_s: float | None = None
 
 
 class Decide(_Operation, frozen=True, tag="decide"):

@@ -23,6 +23,11 @@ REF_CHARS_MAX = 4096
 PARALLEL_MAX = 64
 """Calls to one group at a time, so that no group takes all the calls of a proxy."""
 
+ATTEMPTS_MAX = 15
+"""The most check attempts that a transaction may ask for; more only a group may have."""
+TIMEOUT_S_MIN, TIMEOUT_S_MAX = 0.1, 60.0
+"""How long the answer to a check may take, seconds."""
+
 _WEEK_S = 7 * 24 * 3600
 _NETLOC = re.compile(r"(\[[0-9A-Fa-f:.]+(%25[A-Za-z0-9._-]+)?\]|[^\[\]:@\\/]+)(:\d*)?")
 
@@ -62,7 +67,7 @@ class GroupPolicy(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     check_after_s: Annotated[float, Meta(ge=0, le=_WEEK_S)] | None = None
     check_interval_s: Annotated[float, Meta(ge=0.1, le=_WEEK_S)] | None = None
     attempts_max: Annotated[int, Meta(ge=1, le=100)] | None = None
-    timeout_s: Annotated[float, Meta(ge=0.1, le=60)] | None = None
+    timeout_s: Annotated[float, Meta(ge=TIMEOUT_S_MIN, le=TIMEOUT_S_MAX)] | None = None
     parallel: Annotated[int, Meta(ge=1, le=PARALLEL_MAX)] | None = None
     answer_bytes_max: Annotated[int, Meta(ge=1024, le=16 * 1024 * 1024)] | None = None
 

@@ -30,6 +30,8 @@ class PrepareRequest(Struct, frozen=True):
     check_after_s: float | None = None
     check_interval_s: float | None = None
     instance: str = ""
+    check_attempts_max: int | None = None
+    check_timeout_s: float | None = None
 
 
 class DecideRequest(Struct, frozen=True):

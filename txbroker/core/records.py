@@ -1,11 +1,13 @@
 """The values that are stored: messages, half messages, markers, and the records that hold them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from functools import lru_cache
-from typing import TypeAlias, overload
+from typing import TYPE_CHECKING, TypeAlias, overload
 
+import msgspec
 from msgspec import Struct
+from msgspec.structs import force_setattr
 
 RECORD_VERSION = 2
 """The newest record version that this build reads. Proxies exchange theirs, and write no version
@@ -108,14 +110,26 @@ class Record(Struct, frozen=True, gc=False):
     producer: int = -1
 
 
+GivenBytes: TypeAlias = bytes | bytearray | memoryview | str | None
+"""What a message's key, value or header may be given as; text becomes UTF-8."""
+GivenHeaders: TypeAlias = Mapping[str, GivenBytes] | Iterable[tuple[str, GivenBytes]]
+
+
 class Message(Struct, frozen=True, gc=False):
     """One message for one target topic.
+
+    Key, value and headers may be given as text, which is encoded as UTF-8; headers as a mapping or
+    as pairs. The attributes are bytes, and pairs.
 
     Attributes:
         value: None is a tombstone.
         partition: None is chosen by the key, as Kafka's Java client does, when the transaction is
             prepared.
         timestamp_ms: None becomes the append time of the deciding marker.
+
+    Raises:
+        TypeError: a field has a wrong type.
+        ValueError: a text cannot be written as UTF-8.
     """
 
     topic: str
@@ -124,6 +138,102 @@ class Message(Struct, frozen=True, gc=False):
     headers: tuple[Header, ...] = ()
     partition: int | None = None
     timestamp_ms: int | None = None
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            topic: str,
+            key: GivenBytes = None,
+            value: GivenBytes = None,
+            headers: GivenHeaders = (),
+            partition: int | None = None,
+            timestamp_ms: int | None = None,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.topic, str):
+            raise _wrong_type("topic", "a str", self.topic)
+        key, value, headers = self.key, self.value, self.headers
+        if key is not None and type(key) is not bytes:
+            force_setattr(self, "key", _to_bytes("key", key))
+        if value is not None and type(value) is not bytes:
+            force_setattr(self, "value", _to_bytes("value", value))
+        if headers != () and not _are_headers(headers):
+            force_setattr(self, "headers", _to_headers(headers))
+        for name, number in (("partition", self.partition), ("timestamp_ms", self.timestamp_ms)):
+            if number is not None and (not isinstance(number, int) or number is True):
+                raise _wrong_type(name, "a whole number or None", number)
+
+    @classmethod
+    def json(
+        cls,
+        topic: str,
+        value: object,
+        *,
+        key: GivenBytes = None,
+        headers: GivenHeaders = (),
+        partition: int | None = None,
+        timestamp_ms: int | None = None,
+    ) -> "Message":
+        """Return a message whose value is `value` as JSON: dicts, lists, dataclasses, dates, UUIDs
+        and the like.
+
+        Raises:
+            TypeError: JSON cannot hold `value`, or a field has a wrong type.
+        """
+        try:
+            encoded = msgspec.json.encode(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(f"a message's value cannot be written as JSON: {error}") from None
+        return cls(topic, key, encoded, headers, partition, timestamp_ms)
+
+
+def _wrong_type(name: str, wanted: str, value: object) -> TypeError:
+    return TypeError(f"a message's {name} is {wanted}, not {type(value).__name__}")
+
+
+def _to_bytes(name: str, value: object) -> bytes | None:
+    if value is None or isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        try:
+            return value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"a message's {name} cannot be written as UTF-8") from None
+    if isinstance(value, (bytearray, memoryview)):
+        return bytes(value)
+    raise _wrong_type(name, "bytes, str or None", value)
+
+
+def _are_headers(headers: object) -> bool:
+    """Return whether headers are what they become, as they are where they were decoded."""
+    if type(headers) is not tuple:
+        return False
+    for header in headers:
+        if type(header) is not tuple or len(header) != 2:
+            return False
+        name, value = header
+        if type(name) is not str or not (value is None or type(value) is bytes):
+            return False
+    return True
+
+
+def _to_headers(headers: object) -> tuple[Header, ...]:
+    wanted = "a mapping, or pairs of a name and bytes, str or None"
+    if isinstance(headers, Mapping):
+        headers = headers.items()
+    if isinstance(headers, (str, bytes)) or not isinstance(headers, Iterable):
+        raise _wrong_type("headers", wanted, headers)
+    result: list[Header] = []
+    for header in headers:
+        if not isinstance(header, (tuple, list)) or len(header) != 2:
+            raise TypeError(f"a message's headers are {wanted}, not {header!r}")
+        name, value = header
+        if not isinstance(name, str):
+            raise _wrong_type("header's name", "a str", name)
+        result.append((name, _to_bytes(f"header {name!r}", value)))
+    return tuple(result)
 
 
 class Place(Struct, frozen=True, gc=False):

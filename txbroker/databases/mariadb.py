@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from txbroker.databases.database import Database
 from txbroker.databases.dialect import MARIADB
 from txbroker.databases.sessions import refuse_control
-from txbroker.errors import ConfigurationError
+from txbroker.errors import ConfigurationError, needs
 
 _STYLE = "pyformat"
 
@@ -26,12 +26,8 @@ class MariaDB(Database):
     """
 
     def __init__(self, url: str = "", *, create_tables: bool = False, **options: Any) -> None:
-        try:
+        with needs("mariadb"):
             import pymysql
-        except ImportError:
-            raise ConfigurationError(
-                "MariaDB needs PyMySQL: install it with `pip install 'txbroker[mariadb]'`"
-            ) from None
         given = {**_parsed(url), **options, "autocommit": True, "charset": "utf8mb4"}
 
         # What a handler receives: the consumer ends the transaction.

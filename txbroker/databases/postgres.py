@@ -9,7 +9,7 @@ from txbroker.databases.database import IDLE_S, LOCK_WAIT_S, Database
 from txbroker.databases.dialect import POSTGRESQL
 from txbroker.databases.sessions import in_transaction, refuse_control, tuple_cursor
 from txbroker.databases.steps import Query, Result, with_placeholders
-from txbroker.errors import ConfigurationError
+from txbroker.errors import ConfigurationError, needs
 
 if TYPE_CHECKING:
     import psycopg
@@ -20,12 +20,8 @@ _OF_PSYCOPG = ("prepare_threshold", "context", "row_factory", "cursor_factory")
 
 
 def _psycopg() -> Any:
-    try:
+    with needs("postgres"):
         import psycopg
-    except ImportError:
-        raise ConfigurationError(
-            "Postgres needs psycopg: install it with `pip install 'txbroker[postgres]'`"
-        ) from None
     return psycopg
 
 

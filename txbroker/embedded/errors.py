@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from txbroker.errors import TxbrokerError
 
-class EmbeddedKafkaError(Exception):
+
+class EmbeddedKafkaError(TxbrokerError):
     """The embedded Kafka cannot be used."""
-
-    def __init__(self, message: str | None = None) -> None:
-        super().__init__(message or type(self).__doc__)
 
 
 class JavaNotFoundError(EmbeddedKafkaError):

@@ -58,35 +58,54 @@ class Progress:
 
 
 class BarProgress(Progress):
-    """A progress bar on stderr, drawn only while something is downloaded."""
+    """A progress bar on stderr, drawn only while something is downloaded. Where stderr is not a
+    terminal, a line for each tenth."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
         self._bar: bars.Progress | None = None
         self._task = bars.TaskID(0)
+        self._shown_tenths = 0
 
     def begin(self, what: str, total_bytes: int) -> None:
         """Draw the bar."""
+        self._shown_tenths = 0
         self._bar = bars.Progress(
             bars.TextColumn("{task.description}"),
             bars.BarColumn(),
             bars.DownloadColumn(),
             bars.TransferSpeedColumn(),
             console=self._console,
+            disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task(what, total=total_bytes)
         self._bar.start()
+        self._show_tenth()
 
     def advance(self, n_bytes: int) -> None:
         """Move the bar."""
         if self._bar is not None:
             self._bar.advance(self._task, n_bytes)
+            self._show_tenth()
 
     def end(self) -> None:
         """Leave the bar as it is."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+    def _show_tenth(self) -> None:
+        if self._bar is None or not self._bar.disable:
+            return
+        task = self._bar.tasks[self._task]
+        tenths = int(task.percentage // 10)
+        if tenths >= self._shown_tenths:
+            self._shown_tenths = tenths + 1
+            total_mb = (task.total or 0) / 1e6
+            self._console.print(
+                f"{task.description}: {task.completed / 1e6:.0f} of {total_mb:.0f} MB",
+                highlight=False,
+            )
 
 
 def cache_dir() -> Path:

@@ -21,7 +21,13 @@ from txbroker.sdk.blocking import (
 )
 from txbroker.sdk.producer import LocalFunction, TransactionalProducer
 from txbroker.sdk.transaction import Transaction
-from txbroker.sdk.types import Limits, Outcome, ProducerClosed, Untrusted
+from txbroker.sdk.types import (
+    Limits,
+    Outcome,
+    ProducerClosed,
+    TransactionOptions,
+    Untrusted,
+)
 from txbroker.sdk.webhook import BadSignature, is_test_call, parse_check, verify_webhook
 
 __all__ = [
@@ -51,6 +57,7 @@ __all__ = [
     "State",
     "TooLate",
     "Transaction",
+    "TransactionOptions",
     "TransactionalProducer",
     "Untrusted",
     "is_test_call",

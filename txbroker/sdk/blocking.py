@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from txbroker.contract.checks import Rollback
 from txbroker.core.records import Decision, Message
@@ -26,7 +26,7 @@ from txbroker.sdk.transaction import (
     checked_decision,
     checked_wait,
 )
-from txbroker.sdk.types import Outcome, ProducerClosed, Wait
+from txbroker.sdk.types import Outcome, ProducerClosed, TransactionOptions, Wait
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -97,6 +97,14 @@ class BlockingTransaction:
         """The status of the transaction, as known here."""
         return self._transaction.outcome
 
+    @property
+    def rolled_back(self) -> bool:
+        """As `Transaction.rolled_back`."""
+        return self._transaction.rolled_back
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id} {self.outcome.state}>"
+
     def replace(self, *messages: Message) -> None:
         """As `Transaction.replace`."""
         self._transaction.replace(*messages)
@@ -148,11 +156,18 @@ class BlockingTransactionalProducer:
     @_with_arguments(TransactionalProducer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._make = functools.partial(TransactionalProducer, *args, **kwargs)
-        self._make()  # so that wrong arguments are refused here, not at the first use
+        # Made so that wrong arguments are refused here, not at the first use.
+        made = self._make()
+        self.group = made.group
+        self._described = repr(made).partition(" ")[2].removesuffix(" not started>")
         self._lock = threading.Lock()
         self._engine: _Engine | None = None
         self._closed = False
         _producers.add(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "started" if self._engine else "not started"
+        return f"<{type(self).__name__} {self._described} {state}>"
 
     # --- life ----------------------------------------------------------------------------
 
@@ -191,18 +206,11 @@ class BlockingTransactionalProducer:
     def transaction(
         self,
         *messages: Message,
-        order_key: str | None = None,
-        check_after_s: float | None = None,
-        check_interval_s: float | None = None,
+        **options: Unpack[TransactionOptions],
     ) -> BlockingTransactionBlock:
         """As `TransactionalProducer.transaction`: `with producer.transaction(m) as tx`."""
         engine = self._started()
-        block = engine.producer.transaction(
-            *messages,
-            order_key=order_key,
-            check_after_s=check_after_s,
-            check_interval_s=check_interval_s,
-        )
+        block = engine.producer.transaction(*messages, **options)
         return BlockingTransactionBlock(engine, block)
 
     prepare = _in_producer(TransactionalProducer.prepare)
@@ -214,18 +222,13 @@ class BlockingTransactionalProducer:
         messages: Message | Iterable[Message],
         function: BlockingLocalFunction,
         *,
-        order_key: str | None = None,
-        check_after_s: float | None = None,
-        check_interval_s: float | None = None,
         wait: Wait = "decided",
+        **options: Unpack[TransactionOptions],
     ) -> Outcome:
         """As `TransactionalProducer.send_in_transaction`; `function` runs in this thread."""
         promoted = checked_wait(wait)
         block = self.transaction(
-            *((messages,) if isinstance(messages, Message) else messages),
-            order_key=order_key,
-            check_after_s=check_after_s,
-            check_interval_s=check_interval_s,
+            *((messages,) if isinstance(messages, Message) else messages), **options
         )
         with contextlib.suppress(_Unknown), block as transaction:
             decision = checked_decision(function(transaction))

@@ -34,7 +34,7 @@ from txbroker.errors import (
 from txbroker.sdk.checks import LocalTransactions
 from txbroker.sdk.router import Router
 from txbroker.sdk.session import AnsweredOperation, Session, SessionLost
-from txbroker.sdk.types import Limits, size_of
+from txbroker.sdk.types import Limits, backoff_s, size_of
 
 _log = logging.getLogger("txbroker.sdk")
 
@@ -121,12 +121,14 @@ class InFlightLimit:
 
 
 class Draft(Struct):
-    """A transaction that is not prepared yet."""
+    """A transaction that is not prepared yet; see `TransactionOptions`."""
 
     messages: tuple[Message, ...]
     order_key: str | None = None
     check_after_s: float | None = None
     check_interval_s: float | None = None
+    check_attempts_max: int | None = None
+    check_timeout_s: float | None = None
 
 
 class _RetryState:
@@ -195,7 +197,7 @@ class _RetryState:
         self.attempt += 1
         self.choice += 1
         if not (isinstance(self._last, SessionLost) and self.attempt == 1):
-            pause_s = min(CALL_BACKOFF_MAX_S, self._limits.backoff_s(self.attempt))
+            pause_s = min(CALL_BACKOFF_MAX_S, backoff_s(self._limits, self.attempt))
             await self.wait(asyncio.sleep(pause_s))
 
     def exhausted(self) -> RequestError:
@@ -319,6 +321,9 @@ class Calls:
             draft.order_key,
             draft.check_after_s,
             draft.check_interval_s,
+            False,
+            draft.check_attempts_max,
+            draft.check_timeout_s,
         )
 
     def _abandon(self, transaction_id: str, *, sent: bool) -> None:

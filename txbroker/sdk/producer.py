@@ -10,13 +10,11 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias, cast
+from typing import Self, TypeAlias, Unpack, cast
 from urllib.parse import urlsplit
 
-import aiohttp
-
 from txbroker.contract.checks import CheckFunction, Rollback
-from txbroker.contract.frames import SESSION_VERSION, CheckQuestion, Decide, Drain, Hello
+from txbroker.contract.frames import SESSION_VERSION, Decide, Drain, Hello
 from txbroker.core.records import Decision, Message
 from txbroker.errors import ConfigurationError
 from txbroker.net.tls import ClientTls, TlsFiles
@@ -37,13 +35,15 @@ from txbroker.sdk.types import (
     Limits,
     Outcome,
     ProducerClosed,
+    TransactionOptions,
     Wait,
     checked,
-    checked_seconds,
+    checked_options,
     checked_text,
+    checked_token,
 )
 
-START_TIMEOUT_S = 15.0
+START_TIMEOUT_S = 3.0
 """How long the first session may take by default."""
 DRAIN_TIMEOUT_S = 30.0
 """How long `async with` waits on leaving for transactions and checks that still run."""
@@ -102,17 +102,24 @@ class TransactionalProducer:
         self._urls = _checked_urls(urls)
         self.group = checked_text("group", group)
         self.instance = checked_text("instance", instance or _generated_instance())
-        self._token = token
+        self._token = checked_token(token)
         self._tls = ClientTls(
             TlsFiles(_path(ca_file), _path(client_cert_file), _path(client_key_file))
         )
-        self._limits = (limits or Limits()).validate()
+        self._limits = limits or Limits()
         self._local = LocalTransactions(self._limits.running_again_s)
         self._desk = CheckAnswerer(check, self._local, self._limits)
-        self._router = Router(self._urls, self._open_session, self._limits)
+        self._router = Router(self._urls, self._open_session, self._desk.arrived, self._limits)
         self._calls = Calls(self._router, self._local, self._limits)
-        self._http: aiohttp.ClientSession | None = None
         self._draining = False
+
+    def __repr__(self) -> str:
+        local = self._local
+        state = "closed" if local.closed else "started" if local.started else "not started"
+        return (
+            f"<{type(self).__name__} group={self.group!r} instance={self.instance!r} "
+            f"urls={self._urls!r} {state}>"
+        )
 
     # --- life ----------------------------------------------------------------------------
 
@@ -125,10 +132,8 @@ class TransactionalProducer:
                 as all URLs have been tried.
             RequestError: the proxy refuses the producer, with `unauthorized` for example.
         """
-        if self._http is not None or self._local.closed:
+        if self._local.started or self._local.closed:
             raise ProducerClosed("a producer can be started only once")
-        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
-        self._http = aiohttp.ClientSession(headers=headers)
         self._local.started = True
         try:
             await self._router.start(timeout_s)
@@ -159,8 +164,6 @@ class TransactionalProducer:
         await self._calls.close()
         await self._desk.close()
         await self._router.close()
-        if self._http is not None:
-            await self._http.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -179,32 +182,22 @@ class TransactionalProducer:
     def transaction(
         self,
         *messages: Message,
-        order_key: str | None = None,
-        check_after_s: float | None = None,
-        check_interval_s: float | None = None,
+        **options: Unpack[TransactionOptions],
     ) -> TransactionBlock:
         """Return a block for a local transaction: `async with producer.transaction(m) as tx`.
 
         Args:
             messages: a commit publishes all of them, a rollback none.
-            order_key: commits of one order key become visible in the order in which they were
-                acknowledged; by default topic and key of the first message.
-            check_after_s: time until the first check, instead of the group's setting.
-            check_interval_s: time between two checks, likewise.
+            options: see `TransactionOptions`.
 
         Raises:
-            BadRequest: a message or option is malformed.
+            TypeError: a message or option has a wrong type.
+            BadRequest: a value is out of range.
             On entry: ProducerClosed; Overloaded, OwnerUnavailable: the block does not run and
             nothing will be published; other RequestErrors: it was refused.
             On leaving: as `Transaction.commit`.
         """
-        if order_key is not None:
-            order_key = checked_text("order_key", order_key)
-        if check_after_s is not None:
-            check_after_s = checked_seconds("check_after_s", check_after_s)
-        if check_interval_s is not None:
-            check_interval_s = checked_seconds("check_interval_s", check_interval_s)
-        draft = Draft(checked(messages), order_key, check_after_s, check_interval_s)
+        draft = Draft(checked(messages), **(checked_options(options) if options else {}))
         return TransactionBlock(draft, self._calls, self._local)
 
     async def send_in_transaction(
@@ -212,10 +205,8 @@ class TransactionalProducer:
         messages: Message | Iterable[Message],
         function: LocalFunction,
         *,
-        order_key: str | None = None,
-        check_after_s: float | None = None,
-        check_interval_s: float | None = None,
         wait: Wait = "decided",
+        **options: Unpack[TransactionOptions],
     ) -> Outcome:
         """Prepare, call `function` with the transaction, and decide by its result.
 
@@ -224,10 +215,7 @@ class TransactionalProducer:
         """
         promoted = checked_wait(wait)
         block = self.transaction(
-            *((messages,) if isinstance(messages, Message) else messages),
-            order_key=order_key,
-            check_after_s=check_after_s,
-            check_interval_s=check_interval_s,
+            *((messages,) if isinstance(messages, Message) else messages), **options
         )
         transaction = await block.__aenter__()
         try:
@@ -235,7 +223,7 @@ class TransactionalProducer:
             if decision is Decision.ROLLBACK:
                 raise Rollback("the function returned rollback")
             if decision is Decision.UNKNOWN:
-                transaction.leave_in_doubt(None)
+                transaction._leave_in_doubt(None)
             elif promoted and transaction.outcome.decision is not Decision.ROLLBACK:
                 await transaction.commit("promoted")
         except _StillRunning as error:
@@ -255,21 +243,14 @@ class TransactionalProducer:
     async def prepare(
         self,
         *messages: Message,
-        order_key: str | None = None,
-        check_after_s: float | None = None,
-        check_interval_s: float | None = None,
+        **options: Unpack[TransactionOptions],
     ) -> str:
         """Store messages as a half message; return its id for `commit` or `rollback`, here or in
         another process. Checks go to the check function from the start.
 
         Errors as on entry of `transaction`.
         """
-        block = self.transaction(
-            *messages,
-            order_key=order_key,
-            check_after_s=check_after_s,
-            check_interval_s=check_interval_s,
-        )
+        block = self.transaction(*messages, **options)
         self._local.require_open()
         status = await prepared(self._calls, block.draft)
         self._local.settled(status.id)
@@ -308,24 +289,13 @@ class TransactionalProducer:
     # --- sessions ------------------------------------------------------------------------
 
     async def _open_session(self, address: str) -> Session:
-        assert self._http is not None
         hello = Hello(SESSION_VERSION, self.group, self.instance, self._desk.has_function)
-        session = await open_session(self._http, address, hello, self, self._limits, self._tls)
+        session = await open_session(
+            address, self._token, hello, self._router, self._limits, self._tls
+        )
         if self._draining:
             session.post(Drain())
         return session
-
-    def owners_changed(self, session: Session, before: tuple[str, ...]) -> None:
-        """See `txbroker.sdk.session.Listener`."""
-        self._router.owners_changed(session, before)
-
-    def check_arrived(self, session: Session, check: CheckQuestion) -> None:
-        """See `txbroker.sdk.session.Listener`."""
-        self._desk.arrived(session, check)
-
-    def session_lost(self, session: Session, why: str) -> None:
-        """See `txbroker.sdk.session.Listener`."""
-        self._router.session_lost(session, why)
 
 
 class _StillRunning(Exception):

@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from txbroker.batching import Sticky
-from txbroker.contract.frames import Drain
+from txbroker.contract.frames import CheckQuestion, Drain
 from txbroker.errors import OwnerUnavailable, RequestError
 from txbroker.sdk.session import CannotConnect, CannotTrust, Session
-from txbroker.sdk.types import Limits, ProducerClosed, Untrusted
+from txbroker.sdk.types import Limits, ProducerClosed, Untrusted, backoff_s
 
 _log = logging.getLogger("txbroker.sdk")
 
@@ -43,9 +43,16 @@ class _Link:
 
 
 class Router:
-    """Keeps the sessions of one producer."""
+    """Keeps the sessions of one producer, and is the `Listener` of each."""
 
-    def __init__(self, urls: Sequence[str], dial: Dial, limits: Limits) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        dial: Dial,
+        check_arrived: Callable[[Session, CheckQuestion], None],
+        limits: Limits,
+    ) -> None:
+        self.check_arrived = check_arrived
         self._seeds = list(urls)
         random.shuffle(self._seeds)  # spreads producers over the proxies
         self._connect = dial
@@ -89,7 +96,9 @@ class Router:
                         raise self._refusal
                     await self._changed.wait()
         except TimeoutError:
-            trouble = self.last_trouble or OwnerUnavailable(f"no answer within {timeout_s:g} s")
+            trouble = self.last_trouble or OwnerUnavailable(
+                f"{', '.join(self._seeds)}: no answer within {timeout_s:g} s; check the network"
+            )
             raise type(trouble)(f"no proxy can be reached: {trouble}") from None
 
     def _all_seeds_failed(self) -> bool:
@@ -321,7 +330,7 @@ class Router:
         return link.task
 
     async def _open(self, url: str, link: _Link) -> None:
-        await asyncio.sleep(self._limits.backoff_s(link.failures))
+        await asyncio.sleep(backoff_s(self._limits, link.failures))
         if url in self._sessions:
             return
         address = self._addresses.get(url, url)

@@ -6,13 +6,16 @@ when it is lost, every waiting call fails with an error that states whether it h
 
 import asyncio
 import contextlib
+import errno
 import logging
 import math
+import socket
 from collections import deque
+from collections.abc import Mapping
 from typing import Protocol, TypeAlias
 
-import aiohttp
 import msgspec
+from websockets.exceptions import InvalidHandshake, InvalidStatus, InvalidURI
 
 from txbroker.contract.frames import (
     CODE_HEADER,
@@ -44,16 +47,14 @@ from txbroker.errors import (
     request_errors,
 )
 from txbroker.net.tls import ClientTls, tls_trouble
+from txbroker.sdk.connection import CLOSE_TIMEOUT_S, Connection, connect
 from txbroker.sdk.types import Limits
 
 _log = logging.getLogger("txbroker.sdk")
 
-SESSION_PATH = "/v1/session"
 FRAME_OVERHEAD_BYTES = 6
-"""An array's header, and one byte because aiohttp refuses frames of exactly its limit."""
+"""An array's header, and one byte because proxies refuse frames of exactly the limit."""
 OPERATION_BYTES_MAX = FRAME_BYTES_MAX - FRAME_OVERHEAD_BYTES
-CLOSE_TIMEOUT_S = 2.0
-"""Maximum time for the closing handshake before the socket is dropped."""
 
 _error_kinds = request_errors()
 
@@ -135,7 +136,7 @@ class Session:
 
     def __init__(
         self,
-        socket: aiohttp.ClientWebSocketResponse,
+        connection: Connection,
         welcome: Welcome,
         url: str,
         listener: Listener,
@@ -146,7 +147,7 @@ class Session:
         self.dedup_window_s = welcome.dedup_window_s
         self.opened_at = loop.time()
         self._loop = loop
-        self._socket = socket
+        self._connection = connection
         self._listener = listener
         self._clock_ms = welcome.now_ms
         self._clock_at = loop.time()
@@ -155,20 +156,20 @@ class Session:
         """One for all calls: a timer for each would cost a tenth of the CPU time."""
         self._timer_due_s = math.inf
         self._outbox: deque[_Queued] = deque()
-        self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._lost: str | None = None
         self._checks: set[int] = set()
         """Open checks."""
-        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, rest: list[FromProxy]) -> None:
-        """Start reading and writing; `rest` arrived in one frame with the Welcome."""
-        self._tasks = [
-            self._loop.create_task(self._read(rest), name=f"txbroker session {self.url} reader"),
-            self._loop.create_task(self._write(), name=f"txbroker session {self.url} writer"),
-        ]
+        """Start taking frames once the caller has this session; `rest` arrived in one frame with
+        the Welcome."""
+        self._loop.call_soon(self._begin, rest)
+
+    def _begin(self, rest: list[FromProxy]) -> None:
+        self._take_safely(rest)
+        self._connection.attach(self)
 
     def now_ms(self) -> int:
         """Return the proxy's clock, extrapolated by this process's."""
@@ -200,7 +201,7 @@ class Session:
         if due_s < self._timer_due_s:
             self._set_timer(due_s)
         if not self._outbox:
-            self._wake_writer()
+            self._send_soon()
         self._outbox.append(call)
         return answer
 
@@ -217,7 +218,7 @@ class Session:
             if len(encoded) > OPERATION_BYTES_MAX:
                 raise _too_large(encoded)
             if not self._outbox:
-                self._wake_writer()
+                self._send_soon()
             self._outbox.append(_Queued(encoded))
             if isinstance(operation, CheckAnswer):
                 self._checks.discard(operation.call)
@@ -228,29 +229,22 @@ class Session:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), CLOSE_TIMEOUT_S)
         self._lose(why)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await _close_socket(self._socket)
+        await self._connection.close()
 
     # --- out -----------------------------------------------------------------------------
 
-    def _wake_writer(self) -> None:
-        """Start the writer: the outbox was empty."""
+    def _send_soon(self) -> None:
+        """Send in the next iteration of the loop: the outbox was empty."""
         self._idle.clear()
-        self._wake.set()
+        self._loop.call_soon(self.connection_writable)
 
-    async def _write(self) -> None:
-        try:
-            while True:
-                await self._wake.wait()
-                self._wake.clear()
-                while self._outbox:
-                    if (frame := self._next_frame()) is not None:
-                        await self._socket.send_bytes(frame)
-                self._idle.set()
-        except (aiohttp.ClientError, OSError, RuntimeError) as error:
-            self._lose(f"cannot send to {self.url}: {error or type(error).__name__}")
+    def connection_writable(self) -> None:
+        """Send the outbox, as far as the socket takes it; see `Receiver`."""
+        while self._outbox and self._connection.writable:
+            if (frame := self._next_frame()) is not None:
+                self._connection.send(frame)
+        if not self._outbox:
+            self._idle.set()
 
     def _next_frame(self) -> bytes | None:
         """Take a frame's operations from the outbox; None if all of them were dropped."""
@@ -269,30 +263,28 @@ class Session:
 
     # --- in ------------------------------------------------------------------------------
 
-    async def _read(self, rest: list[FromProxy]) -> None:
-        why = f"{self.url} ended the session"
+    def frame_arrived(self, frame: bytes) -> None:
+        """See `Receiver`."""
+        self._take_safely(frame)
+
+    def connection_ended(self, why: str) -> None:
+        """See `Receiver`."""
+        self._lose(why)
+
+    def _take_safely(self, frame: bytes | list[FromProxy]) -> None:
+        """Handle a frame; lose the session if it cannot be read."""
+        if self._lost is not None:
+            return
         try:
-            self._take(rest)
-            async for message in self._socket:
-                if message.type is aiohttp.WSMsgType.ERROR:
-                    why = f"the connection to {self.url} broke: {message.data or 'no answer'}"
-                    break
-                if message.type is not aiohttp.WSMsgType.BINARY:
-                    why = f"{self.url} sent a frame that is not binary"
-                    break
-                self._take(decode_from_proxy(message.data))
-                # The receive call above does not suspend for frames that have arrived: let callers
-                # with answers go on first, so that the proxy is not idle meanwhile.
-                await asyncio.sleep(0)
+            self._take(decode_from_proxy(frame) if isinstance(frame, bytes) else frame)
         except (msgspec.MsgspecError, ValueError) as error:
             why = f"{self.url} sent a frame that cannot be read: {error}"
             _log.warning("%s", why)
-        except (aiohttp.ClientError, OSError) as error:
-            why = f"the connection to {self.url} broke: {error or type(error).__name__}"
+            self._lose(why)
         except Exception:
             why = f"the SDK failed in the session with {self.url}"
             _log.exception("%s; it reconnects", why)
-        self._lose(why)
+            self._lose(why)
 
     def _take(self, operations: list[FromProxy]) -> None:
         """Handle the operations of one frame."""
@@ -372,14 +364,14 @@ class Session:
 
 
 async def open_session(
-    http: aiohttp.ClientSession,
     address: str,
+    token: str | None,
     hello: Hello,
     listener: Listener,
     limits: Limits,
     tls: ClientTls,
 ) -> Session:
-    """Open a session at `address`; `http` adds the token.
+    """Open a session at `address`, and send the token.
 
     Raises:
         CannotTrust: the TLS handshake failed.
@@ -388,48 +380,61 @@ async def open_session(
     """
     try:
         async with asyncio.timeout(limits.connect_timeout_s):
-            socket = await http.ws_connect(
-                address + SESSION_PATH,
-                heartbeat=limits.heartbeat_s,
-                max_msg_size=FRAME_BYTES_MAX + FRAME_OVERHEAD_BYTES,
-                ssl=tls.context() if address.startswith("https:") else True,
-            )
+            connection = await connect(address, token, tls, limits.heartbeat_s)
             try:
-                welcome, *rest = await _greet(socket, hello)
+                welcome, *rest = await _greet(connection, hello)
             except BaseException:
-                await _close_socket(socket)
+                await connection.close()
                 raise
-    except aiohttp.WSServerHandshakeError as error:
-        if error.status == Unauthorized.status:
-            raise Unauthorized(f"{address} requires a valid token: pass token=") from None
-        code = error.headers.get(CODE_HEADER) if error.headers else None
-        if code == NotPermitted.code:
-            raise NotPermitted(f"{address} opens no sessions for this principal's role") from None
-        if code == CertificateRequired.code:
-            raise CertificateRequired(
-                f"{address} requires a client certificate: pass client_cert_file="
-            ) from None
-        if error.status == Forbidden.status:
-            raise Forbidden(f"{address} refuses this host name or origin") from None
-        raise CannotConnect(f"{address} answers HTTP status {error.status}") from None
+    except InvalidStatus as error:
+        raise _refusal(address, error.response.status_code, error.response.headers) from None
     except TimeoutError:
-        raise CannotConnect(f"{address} does not answer") from None
-    except (aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
+        raise CannotConnect(f"{address} does not answer; check the network") from None
+    except (InvalidHandshake, InvalidURI, OSError, ValueError, msgspec.MsgspecError) as error:
         if (why := tls_trouble(error)) is not None:
             raise CannotTrust(f"{address}: {why}") from None
-        raise CannotConnect(f"{address}: {error or type(error).__name__}") from None
+        raise CannotConnect(f"{address}: {_cause(error)}") from None
     assert isinstance(welcome, Welcome)
-    session = Session(socket, welcome, welcome.url or address, listener)
+    session = Session(connection, welcome, welcome.url or address, listener)
     session.start(rest)
     return session
 
 
-async def _greet(socket: aiohttp.ClientWebSocketResponse, hello: Hello) -> list[FromProxy]:
-    await socket.send_bytes(encode_frame([hello]))
-    message = await socket.receive()
-    if message.type is not aiohttp.WSMsgType.BINARY:
+def _cause(error: Exception) -> str:
+    """Return why there is no connection, with the next step."""
+    if f"[Errno {errno.ECONNREFUSED}]" in str(error):  # also of several addresses
+        return "connection refused; start a proxy there, or correct the URL"
+    if isinstance(error, socket.gaierror):
+        return f"its host is not known ({error.strerror}); correct the URL"
+    if isinstance(error, InvalidHandshake):
+        return f"no proxy of txbroker answers ({error}); correct the URL"
+    return str(error) or type(error).__name__
+
+
+def _refusal(address: str, status: int, headers: Mapping[str, str]) -> Exception:
+    """Return the error for an upgrade that was answered with an HTTP status."""
+    if status == Unauthorized.status:
+        return Unauthorized(f"{address} requires a valid token: pass token=")
+    code = headers.get(CODE_HEADER)
+    if code == NotPermitted.code:
+        return NotPermitted(f"{address} opens no sessions for this principal's role")
+    if code == CertificateRequired.code:
+        return CertificateRequired(
+            f"{address} requires a client certificate: pass client_cert_file="
+        )
+    if status == Forbidden.status:
+        return Forbidden(f"{address} refuses this host name or origin")
+    elsewhere = headers.get("Location")
+    hint = f"; if {elsewhere} is the proxy, use its URL" if elsewhere else ""
+    return CannotConnect(f"{address} answers HTTP status {status}{hint}")
+
+
+async def _greet(connection: Connection, hello: Hello) -> list[FromProxy]:
+    connection.send(encode_frame([hello]))
+    frame = await connection.first_frame
+    if frame is None:
         raise CannotConnect("the proxy ended the session before its welcome")
-    operations = decode_from_proxy(message.data)
+    operations = decode_from_proxy(frame)
     match operations:
         case [Welcome() as welcome, *_]:
             if not welcome.owners or len(welcome.owners) != welcome.partitions:
@@ -441,11 +446,6 @@ async def _greet(socket: aiohttp.ClientWebSocketResponse, hello: Hello) -> list[
                 raise CannotConnect(str(error))
             raise error
     raise CannotConnect("the proxy's first frame is not a welcome")
-
-
-async def _close_socket(socket: aiohttp.ClientWebSocketResponse) -> None:
-    with contextlib.suppress(asyncio.TimeoutError, aiohttp.ClientError, OSError):
-        await asyncio.wait_for(socket.close(), CLOSE_TIMEOUT_S)
 
 
 def _without_slashes(urls: tuple[str, ...]) -> tuple[str, ...]:

@@ -53,6 +53,14 @@ class Transaction:
         known = self._status
         return outcome_of(known) if known else Outcome(self.id, Decision.UNKNOWN, State.PENDING)
 
+    @property
+    def rolled_back(self) -> bool:
+        """True once it is rolled back; a block swallows the `Rollback` that was raised in it."""
+        return self.outcome.decision is Decision.ROLLBACK
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id} {self.outcome.state}>"
+
     def replace(self, *messages: Message) -> None:
         """Replace the prepared messages: the same number, for the same topics.
 
@@ -113,7 +121,7 @@ class Transaction:
 
     # --- leaving the block ---------------------------------------------------------------
 
-    async def leave(self, error: BaseException | None) -> bool:
+    async def _leave(self, error: BaseException | None) -> bool:
         """Decide by how the block was left, and close it; return True if the exception is a
         `Rollback`, which ends here."""
         decision, reason = self._intent or Decision.COMMIT, ""
@@ -121,7 +129,7 @@ class Transaction:
             if isinstance(error, Rollback):
                 decision, reason = Decision.ROLLBACK, str(error)[:REASON_LENGTH_MAX]
             elif error is not None:
-                self.leave_in_doubt(error)
+                self._leave_in_doubt(error)
                 return False
             elif self._status is not None:
                 return False
@@ -159,7 +167,7 @@ class Transaction:
         else:
             self._local.settled(self.id)
 
-    def leave_in_doubt(self, error: BaseException | None) -> None:
+    def _leave_in_doubt(self, error: BaseException | None) -> None:
         """Leave it undecided and request an early check: an exception does not prove that the local
         transaction failed."""
         if self._status is not None:
@@ -199,7 +207,7 @@ class TransactionBlock:
         trace: TracebackType | None,
     ) -> Coroutine[Any, Any, bool]:
         assert self._transaction is not None
-        return self._transaction.leave(error)
+        return self._transaction._leave(error)
 
     def leave_running(self, ended: "asyncio.Future[object]", error: BaseException) -> None:
         """Leave while the local transaction still runs in a thread: checks are answered "not yet"
@@ -208,7 +216,7 @@ class TransactionBlock:
         assert transaction is not None
 
         def left(_: object) -> None:
-            transaction.leave_in_doubt(error)
+            transaction._leave_in_doubt(error)
             self._local.block_closed()
 
         ended.add_done_callback(left)

@@ -5,17 +5,16 @@ They are checked before they are sent: a message of a wrong type would end the w
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict
 
-from txbroker.core.records import Decision, Header, Message, State
+from txbroker.core.records import Decision, Message, State
 from txbroker.errors import BadRequest, ConfigurationError, OwnerUnavailable, TxbrokerError
 from txbroker.net.timers import grown_pause_s
 
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
-_BYTES_LIKE = (bytes, bytearray, memoryview)
 
 Wait: TypeAlias = Literal["decided", "promoted"]
 """When a commit returns: once it is durable, or once consumers can see the messages."""
@@ -49,6 +48,10 @@ class Limits:
             asked, then its check URL.
         check_threads_max: threads for plain check functions.
         running_again_s: while a block runs here, its check is postponed by this.
+
+    Raises:
+        TypeError: a limit is not a number.
+        ConfigurationError: a limit is not above 0.
     """
 
     retry_s: float = 60.0
@@ -64,24 +67,22 @@ class Limits:
     check_threads_max: int = 8
     running_again_s: float = 10.0
 
-    def validate(self) -> "Limits":
-        """Return self.
-
-        Raises:
-            ConfigurationError: a limit is not above 0.
-        """
+    def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name} must be above 0, not {getattr(self, name)!r}")
-        return self
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} is a number, not {type(value).__name__}")
+            if not value > 0:
+                raise ConfigurationError(f"{name} must be above 0, not {value!r}")
 
-    def backoff_s(self, failures: int) -> float:
-        """Return the pause after a number of failures in a row, 0 after none. It doubles each time;
-        jitter of up to half of it spreads the clients."""
-        if failures <= 0:
-            return 0.0
-        pause_s = grown_pause_s(failures, self.backoff_first_s, self.backoff_max_s)
-        return pause_s * random.uniform(0.5, 1.0)
+
+def backoff_s(limits: Limits, failures: int) -> float:
+    """Return the pause after a number of failures in a row, 0 after none. It doubles each time;
+    jitter of up to half of it spreads the clients."""
+    if failures <= 0:
+        return 0.0
+    pause_s = grown_pause_s(failures, limits.backoff_first_s, limits.backoff_max_s)
+    return pause_s * random.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,25 @@ class Outcome:
     state: State
 
 
+class TransactionOptions(TypedDict, total=False):
+    """Options of one transaction; None is as if it were not given.
+
+    Attributes:
+        order_key: commits of one order key become visible in the order in which they were
+            acknowledged; by default topic and key of the first message.
+        check_after_s: time until the first check, instead of the group's setting.
+        check_interval_s: time between two checks, likewise.
+        check_attempts_max: checks until an undecided transaction parks, 1 to 15, likewise.
+        check_timeout_s: how long the answer to a check may take, 0.1 to 60 seconds, likewise.
+    """
+
+    order_key: str | None
+    check_after_s: float | None
+    check_interval_s: float | None
+    check_attempts_max: int | None
+    check_timeout_s: float | None
+
+
 # --- checks of arguments ---------------------------------------------------------------------
 
 
@@ -106,28 +126,28 @@ def checked(messages: Iterable[Message]) -> tuple[Message, ...]:
     """Return the messages of one transaction as they can be sent.
 
     Raises:
-        BadRequest: there is none, or one has a field of a wrong type or range.
+        TypeError: one is no message.
+        BadRequest: there is none, or one has a field out of range.
     """
     result = []
-    # Inlined for speed: only fields of unusual types need a function call.
     for message in messages:
         if not isinstance(message, Message):
-            raise BadRequest(f"a message is a txbroker.sdk.Message, not {type(message).__name__}")
-        topic, key, value = message.topic, message.key, message.value
-        headers, partition, timestamp_ms = message.headers, message.partition, message.timestamp_ms
-        if type(topic) is not str or not topic or not topic.isascii():
-            topic = checked_text("topic", topic)
-        if key is not None and type(key) is not bytes:
-            key = _bytes("key", key)
-        if value is not None and type(value) is not bytes:
-            value = _bytes("value", value)
-        if headers != ():
-            headers = tuple(_header(header) for header in headers)
+            raise TypeError(f"a message is a txbroker.sdk.Message, not {type(message).__name__}")
+        topic, partition, timestamp_ms = message.topic, message.partition, message.timestamp_ms
+        if not topic or not topic.isascii():
+            checked_text("topic", topic)
+        for name, _ in message.headers:
+            if not name.isascii():
+                checked_text("a header's name", name)
         if partition is not None:
-            partition = _whole("partition", partition, _INT32_MAX)
+            _in_range("partition", partition, _INT32_MAX)
         if timestamp_ms is not None:
-            timestamp_ms = _whole("timestamp_ms", timestamp_ms, _INT64_MAX)
-        result.append(Message(topic, key, value, headers, partition, timestamp_ms))
+            _in_range("timestamp_ms", timestamp_ms, _INT64_MAX)
+        if type(message) is not Message:  # a subclass may have further fields
+            message = Message(
+                topic, message.key, message.value, message.headers, partition, timestamp_ms
+            )
+        result.append(message)
     if not result:
         raise BadRequest("a transaction needs at least one message")
     return tuple(result)
@@ -143,25 +163,70 @@ def checked_replacement(
     return result
 
 
-def checked_seconds(name: str, value: float) -> float:
-    """Return a finite number of seconds above 0, or raise BadRequest."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise BadRequest(f"{name} is a number of seconds, not {value!r}")
-    if not (math.isfinite(value) and value > 0):
-        raise BadRequest(f"{name} is a number of seconds above 0, not {value!r}")
-    return float(value)
+def checked_options(options: TransactionOptions) -> TransactionOptions:
+    """Return the options that are given.
+
+    Raises:
+        TypeError: there is no such option, or a value has a wrong type.
+        BadRequest: a value is out of range.
+    """
+    given: TransactionOptions = {}
+    for name, value in options.items():
+        if name not in _OPTIONS:
+            raise TypeError(f"there is no option {name!r}; there are {', '.join(_OPTIONS)}")
+        if value is not None:
+            given[name] = _OPTIONS[name](name, value)  # type: ignore[literal-required]
+    return given
 
 
 def checked_text(name: str, value: object) -> str:
-    """Return text that is not empty and can be written as UTF-8, or raise BadRequest."""
-    if not isinstance(value, str) or not value:
-        raise BadRequest(f"{name} is a text that is not empty, not {value!r}")
+    """Return text that is not empty and can be written as UTF-8; raise TypeError or BadRequest."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is a str, not {type(value).__name__}")
+    if not value:
+        raise BadRequest(f"{name} must not be empty")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
             raise BadRequest(f"{name} {value!r} cannot be written as UTF-8") from None
     return value
+
+
+def checked_token(token: object) -> str | None:
+    """Return a token as it can be sent in a header; raise TypeError or ConfigurationError."""
+    if token is not None and not isinstance(token, str):
+        raise TypeError(f"token is a str or None, not {type(token).__name__}")
+    if token and not (token.isascii() and token.isprintable()):
+        raise ConfigurationError(
+            "the token has characters that no header can hold: read it without its line end"
+        )
+    return token
+
+
+def _seconds(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is a number of seconds, not {type(value).__name__}")
+    if not (math.isfinite(value) and value > 0):
+        raise BadRequest(f"{name} is a number of seconds above 0, not {value!r}")
+    return float(value)
+
+
+def _attempts(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is a whole number, not {type(value).__name__}")
+    if value < 1:
+        raise BadRequest(f"{name} is a whole number above 0, not {value!r}")
+    return value
+
+
+_OPTIONS: dict[str, Callable[[str, object], str | float]] = {
+    "order_key": checked_text,
+    "check_after_s": _seconds,
+    "check_interval_s": _seconds,
+    "check_attempts_max": _attempts,
+    "check_timeout_s": _seconds,
+}
 
 
 def size_of(messages: Iterable[Message]) -> int:
@@ -174,24 +239,6 @@ def size_of(messages: Iterable[Message]) -> int:
     return total
 
 
-def _bytes(name: str, value: object) -> bytes | None:
-    if value is None or type(value) is bytes:
-        return value
-    if isinstance(value, _BYTES_LIKE):
-        return bytes(value)
-    raise BadRequest(f"a message's {name} is bytes or None, not {type(value).__name__}")
-
-
-def _header(header: object) -> Header:
-    if not isinstance(header, (tuple, list)) or len(header) != 2:
-        raise BadRequest(f"a header is a pair of name and bytes, not {header!r}")
-    name, value = header
-    if name == "":
-        return "", _bytes("header", value)
-    return checked_text("a header's name", name), _bytes("header", value)
-
-
-def _whole(name: str, value: object, largest: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= largest:
+def _in_range(name: str, value: int, largest: int) -> None:
+    if not 0 <= value <= largest:
         raise BadRequest(f"{name} is a whole number from 0 to {largest}, not {value!r}")
-    return value

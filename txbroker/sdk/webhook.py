@@ -2,8 +2,9 @@
 
 import hmac
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from datetime import datetime
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -26,6 +27,17 @@ SIGNATURES_MAX = 16
 """Signatures that are compared: more than a change of secrets needs."""
 
 
+class SupportsItems(Protocol):
+    """Anything with items, as the headers of all frameworks are."""
+
+    def items(self) -> Iterable[tuple[str, str]]:
+        """Return pairs of name and value."""
+
+
+RequestHeaders: TypeAlias = SupportsItems | Iterable[tuple[str | bytes, str | bytes]]
+"""The headers of a request: any mapping, or pairs, names in any case."""
+
+
 class BadSignature(TxbrokerError):
     """The call was not signed with the secret, or too long ago: answer it with status 401."""
 
@@ -43,7 +55,7 @@ class _Question(msgspec.Struct):
 
 def verify_webhook(
     secret: str | bytes,
-    headers: Mapping[str, str],
+    headers: RequestHeaders,
     body: bytes,
     *,
     tolerance_s: float = TOLERANCE_S,
@@ -53,7 +65,7 @@ def verify_webhook(
 
     Args:
         secret: the group's; one that begins with `whsec_` is base64, any other is used unchanged.
-        headers: the request's; names in any case.
+        headers: the request's: a mapping, or pairs as in ASGI; names in any case.
         body: the request's body, unchanged.
         tolerance_s: how many seconds the call may be older or newer than this machine's clock.
         now: seconds since 1970; None: this machine's clock.
@@ -61,8 +73,11 @@ def verify_webhook(
     Raises:
         BadSignature: a header is missing, the time is too far off, or no signature matches.
         ConfigurationError: the secret itself is malformed.
+        TypeError: `headers` are no headers, or `body` is not bytes.
     """
-    given = {name.lower(): value for name, value in headers.items()}
+    if not isinstance(body, (bytes, bytearray, memoryview)):
+        raise TypeError(f"body is the request's body as bytes, not {type(body).__name__}")
+    given = _by_name(headers)
     call_id = _header(given, ID_HEADER)
     timestamp = _header(given, TIMESTAMP_HEADER)
     signatures = _header(given, SIGNATURE_HEADER)
@@ -87,7 +102,7 @@ def verify_webhook(
         raise BadSignature("no signature of the call matches the secret")
 
 
-def is_test_call(headers: Mapping[str, str]) -> bool:
+def is_test_call(headers: RequestHeaders) -> bool:
     """Return True for a test call: answer it with any status of 2xx.
 
     It asks for no decision and names no transaction. Verify its signature first, as with a
@@ -96,7 +111,7 @@ def is_test_call(headers: Mapping[str, str]) -> bool:
     Args:
         headers: the request's; names in any case.
     """
-    return any(name.lower() == TEST_HEADER and value == "1" for name, value in headers.items())
+    return _by_name(headers).get(TEST_HEADER) == "1"
 
 
 def parse_check(body: bytes) -> CheckRequest:
@@ -122,7 +137,26 @@ def parse_check(body: bytes) -> CheckRequest:
     )
 
 
-def _header(headers: Mapping[str, str], name: str) -> str:
+def _by_name(headers: RequestHeaders) -> dict[str, str]:
+    """Return headers by their name in lower case."""
+    items: Any = headers.items() if hasattr(headers, "items") else headers
+    try:
+        return {_text(name).lower(): _text(value) for name, value in items}
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"headers are a mapping of text, or pairs, not {type(headers).__name__}"
+        ) from None
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bytes):
+        return value.decode("latin-1")
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _header(headers: dict[str, str], name: str) -> str:
     value = headers.get(name)
     if not value:
         raise BadSignature(f"the call has no header {name}")

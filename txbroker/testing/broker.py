@@ -6,19 +6,21 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, suppress
 from typing import Any, Self, TypeVar
 
-from txbroker.config.settings import DAY_S, Settings
 from txbroker.contract.service import ListRequest, TransactionView
 from txbroker.core.decoding import decode_promoted
 from txbroker.core.index import due_ms
 from txbroker.core.lifecycle import UNDECIDED
 from txbroker.core.records import Message, Record, State
 from txbroker.door.consuming import ConsumingDoor
-from txbroker.errors import TxbrokerError
-from txbroker.proxy.process import Proxy, run_proxy
+from txbroker.errors import TxbrokerError, needs
 from txbroker.testing.consuming import MemoryConsumingDoor
 from txbroker.testing.door import MemoryDoor
 from txbroker.testing.memory import LostReply, MemoryKafka
 from txbroker.testing.topics import MESSAGE_BYTES_MAX
+
+with needs("proxy"):
+    from txbroker.config.settings import DAY_S, Settings
+    from txbroker.proxy.process import Proxy, run_proxy
 
 SETTLED_TIMEOUT_S = 10.0
 """The default timeout of waits that should take milliseconds."""

@@ -271,17 +271,17 @@ class Broker:
             new = [request for number, request in enumerate(requests) if number not in known]
             facts = await self._facts(new)
             now_ms, id_ms = owner.now_ms(), owner.id_ms()
-            policies: dict[tuple[float | None, float | None], CheckPolicy] = {}
+            policies: dict[_OwnChecks, CheckPolicy] = {}
             for number, request in enumerate(requests):
                 id = request.id
                 if number in known:
                     answers[number] = known[number]
                     continue
                 try:
-                    times = request.check_after_s, request.check_interval_s
-                    policy = policies.get(times)
+                    checks = _own_checks(request)
+                    policy = policies.get(checks)
                     if policy is None:
-                        policy = policies[times] = self._policy(request)
+                        policy = policies[checks] = self._policy(request)
                     if id is None:
                         id = new_id(request, owner.partition, id_ms)
                     if isinstance(facts, OwnerUnavailable):
@@ -353,10 +353,13 @@ class Broker:
         )
         group = self._groups.policies.get(request.group)
         policy = default if group is None else group.checks(default)
-        if request.check_after_s is not None:
-            policy = structs.replace(policy, after_s=float(request.check_after_s))
-        if request.check_interval_s is not None:
-            policy = structs.replace(policy, interval_s=float(request.check_interval_s))
+        after_s, interval_s, attempts_max, timeout_s = _own_checks(request)
+        policy = CheckPolicy(
+            policy.after_s if after_s is None else float(after_s),
+            policy.interval_s if interval_s is None else float(interval_s),
+            policy.attempts_max if attempts_max is None else attempts_max,
+            policy.timeout_s if timeout_s is None else float(timeout_s),
+        )
         window_s = policy.after_s + (policy.attempts_max - 1) * policy.interval_s + policy.timeout_s
         if window_s > settings.half_retention_s / 2:
             raise BadSchedule(
@@ -516,6 +519,19 @@ class Broker:
 
 async def _refused(error: RequestError) -> Sequence[Answer]:
     return (error,)
+
+
+_OwnChecks = tuple[float | None, float | None, int | None, float | None]
+
+
+def _own_checks(request: PrepareRequest) -> _OwnChecks:
+    """Return a transaction's own check policy; None is its group's."""
+    return (
+        request.check_after_s,
+        request.check_interval_s,
+        request.check_attempts_max,
+        request.check_timeout_s,
+    )
 
 
 def _only(answers: Sequence[Answer]) -> TransactionStatus:

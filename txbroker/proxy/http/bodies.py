@@ -10,7 +10,13 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from txbroker.contract.json import TARGET_PARTITION_MAX, TIMESTAMP_MS_MAX
-from txbroker.contract.policy import GROUP_NAME_CHARS_MAX, GroupPolicy
+from txbroker.contract.policy import (
+    ATTEMPTS_MAX,
+    GROUP_NAME_CHARS_MAX,
+    TIMEOUT_S_MAX,
+    TIMEOUT_S_MIN,
+    GroupPolicy,
+)
 from txbroker.contract.service import (
     HISTORY_S,
     HISTORY_STEPS_S,
@@ -182,6 +188,8 @@ class PrepareBody(RequestBody, frozen=True):
     order_key: Key | None = None
     check_after_s: Seconds | None = None
     check_interval_s: Seconds | None = None
+    check_attempts_max: Annotated[int, Meta(ge=1, le=ATTEMPTS_MAX)] | None = None
+    check_timeout_s: Annotated[float, Meta(ge=TIMEOUT_S_MIN, le=TIMEOUT_S_MAX)] | None = None
 
 
 class ReasonBody(RequestBody, frozen=True):

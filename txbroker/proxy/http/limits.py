@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 
 from txbroker.config.settings import PREPARES_SHARE, RECEIVING_SHARE, Settings
 from txbroker.contract.json import TARGET_PARTITION_MAX, TIMESTAMP_MS_MAX
-from txbroker.contract.policy import PolicyError, check_group_name
+from txbroker.contract.policy import (
+    ATTEMPTS_MAX,
+    TIMEOUT_S_MAX,
+    TIMEOUT_S_MIN,
+    PolicyError,
+    check_group_name,
+)
 from txbroker.contract.service import DecideRequest, PrepareRequest
 from txbroker.core.records import Message
 from txbroker.core.routing import ALPHABET, LENGTH, parse_id
@@ -126,6 +132,10 @@ class RequestLimits:
             _check_seconds("check_after_s", request.check_after_s)
         if request.check_interval_s is not None:
             _check_seconds("check_interval_s", request.check_interval_s)
+        if request.check_attempts_max is not None:
+            _check_range("check_attempts_max", request.check_attempts_max, 1, ATTEMPTS_MAX)
+        if request.check_timeout_s is not None:
+            _check_range("check_timeout_s", request.check_timeout_s, TIMEOUT_S_MIN, TIMEOUT_S_MAX)
         if request.order_key is not None:
             _check_key("order_key", request.order_key)
         if request.dedup_key is not None:
@@ -201,6 +211,11 @@ def _check_message(message: Message, number: int) -> None:
 def _check_seconds(name: str, seconds: float) -> None:
     if not 0 <= seconds <= SECONDS_MAX:
         raise BadRequest(f"{name} must be from 0 to {SECONDS_MAX} seconds", path=name)
+
+
+def _check_range(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise BadRequest(f"{name} must be from {least:g} to {most:g}", path=name)
 
 
 def _check_key(name: str, key: str) -> None:

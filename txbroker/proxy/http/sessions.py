@@ -397,6 +397,8 @@ class SdkSession:
             check_after_s=operation.check_after_s,
             check_interval_s=operation.check_interval_s,
             instance=self.instance,
+            check_attempts_max=operation.check_attempts_max,
+            check_timeout_s=operation.check_timeout_s,
         )
         size = self._limits.check_prepare(request)
         if not self._every_topic:

@@ -94,6 +94,8 @@ def prepare(call: ApiCall) -> Awaitable[ApiReply]:
         order_key=body.order_key,
         check_after_s=body.check_after_s,
         check_interval_s=body.check_interval_s,
+        check_attempts_max=body.check_attempts_max,
+        check_timeout_s=body.check_timeout_s,
     )
     check_group(request.group)
     call.principal.check_group(request.group)
