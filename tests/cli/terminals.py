@@ -34,7 +34,7 @@ class Terminal:
             self._read(0.05)
 
     def wait(self) -> None:
-        """Read what was written, for a moment."""
+        """Read its output, for a moment."""
         self._read(0.2)
 
     def type(self, text: str) -> None:

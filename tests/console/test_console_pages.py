@@ -13,14 +13,13 @@ from tests.console.console_world import Reader, reader_of, topic_of
 from tests.kit.cluster import Proxies
 from tests.kit.service import Service
 from tests.kit.until import unique, until
+from txbroker import __version__
 from txbroker.contract.service import PrepareRequest
 from txbroker.core.records import Decision, Message
 from txbroker.core.routing import parse_id
 from txbroker.proxy.console import search
 from txbroker.proxy.partition import scan
 
-CLIENT = "Python/"
-"""How the client of a session begins that names no library."""
 HOSTILE = """"><script>alert('x')</script><b a='"""
 
 
@@ -245,7 +244,7 @@ async def test_group_page_shows_checks_instances_and_policy(
 
         await until(connected)
         instances = (await reader.open(path)).main.one("section", id="instances").text
-    assert f"till-7 yes 127.0.0.1 {CLIENT}" in instances
+    assert f"till-7 yes 127.0.0.1 txbroker/{__version__}" in instances
     assert instances.endswith(service.proxy.url)
     assert (await reader.open("/group?name=")).status == 400
     unknown = await reader.open("/group?name=unknown")

@@ -34,7 +34,7 @@ Hook = Callable[[], Awaitable[None]]
 
 
 class Shop:
-    """A service of the page, which can be killed; and what is between it and the proxy.
+    """A service of the page, which can be killed, and the part between it and the proxy.
 
     Attributes:
         on_prepared: called once before the answer to a prepare is passed on.
