@@ -94,7 +94,7 @@ class LazyGroup(SuggestingGroup):
         """Return the commands with this name in subgroups."""
         found = []
         for group_name in self._lazy:
-            with suppress(ModuleNotFoundError):  # its extra is not installed
+            with suppress(ImportError):  # its extra is not installed
                 group = self.get_command(ctx, group_name)
                 if isinstance(group, click.Group) and group.get_command(ctx, name) is not None:
                     found.append(f"{group_name} {name}")
