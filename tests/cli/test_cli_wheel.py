@@ -118,12 +118,12 @@ def test_the_sdk_imports_neither_proxy_nor_web_server(sdk: Path) -> None:
 
 
 def test_the_sdk_is_imported_in_150_ms(sdk: Path) -> None:
-    alone(sdk, "-c", "import txbroker.sdk")  # compiles
-    best_us = min(
-        int(alone(sdk, "-X", "importtime", "-c", "import txbroker.sdk").stderr.split("|")[-2])
-        for _ in range(7)
+    """By the processor's time: other tests on the machine do not count."""
+    code = (
+        "import time; began = time.process_time(); import txbroker.sdk;"
+        "print(time.process_time() - began)"
     )
-    assert best_us <= 150_000
+    assert min(float(alone(sdk, "-c", code).stdout) for _ in range(5)) <= 0.15
 
 
 @pytest.mark.parametrize(
