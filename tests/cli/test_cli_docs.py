@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.cli import Call, Dev
-from tests.kit.until import until
+from tests.kit.until import unique, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +35,39 @@ def test_the_curl_commands(dev: Dev) -> None:
     assert committed == again == {"id": prepared["id"], "state": "promoted", "decision": "commit"}
     assert refused["error"]["code"] == "already_decided"
     assert [event["event"] for event in life["timeline"]] == ["prepared", "commit", "promoted"]
+
+
+def masked(text: str) -> list[str]:
+    """Return lines without ids, times, numbers and widths, which differ from run to run."""
+    for pattern, name in (
+        (r"[0-9A-Z]{26}", "ID"),
+        (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}Z", "TIME"),
+        (r"operator, \S+ via", "operator, WHO via"),
+        (r"\d+", "N"),
+        (r"[ \t]+", " "),
+    ):
+        text = re.sub(pattern, name, text)
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+def test_the_ten_commands(ask: Call) -> None:
+    topic, group, id = unique("topic"), unique("group"), ""
+    parts = re.split(r"^\$ txbroker ", block("README.md", "console"), flags=re.M)[1:]
+    assert len(parts) == 10
+    for part in parts:
+        command, _, output = part.partition("\n")
+        written = re.search(r"\b[0-9A-Z]{26}\b", command)
+        for old, new in (("orders", topic), ("shop", group), (written and written[0], id)):
+            command = command.replace(old, new) if old else command
+        done = ask(*shlex.split(command))
+        assert done.code == 0, (command, done.err)
+        id = id or done.out.strip()
+        shown = masked(done.out.replace(topic, "orders").replace(group, "shop"))
+        # `…` stands for lines that are left out.
+        for lines in output.split("…\n"):
+            wanted = masked(lines)
+            starts = range(len(shown) - len(wanted) + 1)
+            assert any(shown[at : at + len(wanted)] == wanted for at in starts), (command, shown)
 
 
 def test_the_python_example(dev: Dev, ask: Call, tmp_path: Path) -> None:
