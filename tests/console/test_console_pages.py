@@ -528,6 +528,23 @@ async def test_token_in_a_check_url_is_hidden(service: Service, reader: Reader) 
 # --- hostile content, and rules of every page --------------------------------------------
 
 
+async def test_undecided_answer_is_on_the_page_of_the_transaction(
+    service: Service, reader: Reader
+) -> None:
+    topic = await topic_of(service)
+    group = await service.group(500, attempts_max=5, check_after_s=0.0, check_interval_s=60)
+    id = await service.prepare(Message(topic, b"k", b"v"), group=group)
+    await service.asked_times(group, 1)
+
+    async def shown() -> str | None:
+        text = (await reader.open(f"/transactions/{id}")).text
+        return text if "without a decision" in text else None
+
+    text = await until(shown)
+    assert f"/check/{group}" in text
+    assert "answered 500" in text
+
+
 async def test_hostile_names_are_escaped(service: Service, reader: Reader) -> None:
     topic = await topic_of(service)
     group = f"{HOSTILE}{unique('g')}"

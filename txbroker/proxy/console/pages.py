@@ -26,6 +26,7 @@ from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
 
+UNDECIDED = (State.PENDING, State.PARKED)
 GROUPS_FIRST = 8
 """Groups on the overview."""
 OWN_OFFERED_MAX = 200
@@ -126,8 +127,11 @@ async def transaction(request: PageRequest) -> HtmlPage | Redirect:
     trace = request.query.get("trace", "") in ("1", "true")
     view = await request.context.service.find(id, bodies=bodies, trace=trace)
     request.principal.check_own(view.group)
+    stats = await overview_of(request) if view.state in UNDECIDED else None
+    groups = () if stats is None else stats.groups
     values = {
         "view": view,
+        "group": next((group for group in groups if group.group == view.group), None),
         "bodies": bodies,
         "trace": trace,
         "sees_bodies": request.principal.sees_bodies,
