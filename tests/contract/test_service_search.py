@@ -164,6 +164,24 @@ async def test_forgotten_transaction_is_found_by_key(
     }
 
 
+async def test_parked_copy_is_found_without_its_half_message(
+    world: Any, desk: FakeEndpoint
+) -> None:
+    async with Service(world, desk, partitions=1) as service:
+        topic = await service.topic()
+        group = await service.group(UNKNOWN, attempts_max=1, timeout_s=0.1)
+        headers = (("kind", b"order"),)
+        id = await service.prepare(Message(topic, b"4711", b"v", headers), group=group)
+        await service.reaches(id, "parked")
+        await service.act(await service.prepare(Message(topic, b"k", b"")), "rollback")
+        await service.stop()
+        await world.truncate(world.name("half"), 0, 1)
+        await service.start()
+        for terms in ({"topic": topic, "key": "4711"}, {"header": "kind=order"}, {"topic": topic}):
+            assert id in ids(await service.search(**terms)), terms
+        assert ids(await service.search(topic=topic, key="4712")) == set()
+
+
 async def test_record_leads_to_its_transaction(world: Any, desk: FakeEndpoint) -> None:
     prefix = getattr(world, "prefix", "test")
     async with Service(world, desk, topic_prefix=prefix) as service:

@@ -121,6 +121,11 @@ class Terms(NamedTuple):
         return keys and self._of_message
 
     @property
+    def needs_messages(self) -> bool:
+        """Whether only the messages show a match: `match` knows their topics."""
+        return self.key is not None or self.header is not None
+
+    @property
     def _of_message(self) -> bool:
         return not (self.topic is None and self.key is None and self.header is None)
 

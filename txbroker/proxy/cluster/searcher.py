@@ -5,7 +5,13 @@ from txbroker.core.decoding import Malformed, NewerVersion, decode_log, decode_p
 from txbroker.core.records import Cause, Record
 from txbroker.core.terms import RecordPlace, parse_place
 from txbroker.door.protocols import Door, LogTruncated, Targets
-from txbroker.errors import BadRequest, KafkaUnavailable, NotFound, OwnerUnavailable
+from txbroker.errors import (
+    BadRequest,
+    InvariantBroken,
+    KafkaUnavailable,
+    NotFound,
+    OwnerUnavailable,
+)
 from txbroker.proxy.cluster.forwarding import search_place, terms_of
 from txbroker.proxy.cluster.partition_manager import PartitionManager
 from txbroker.proxy.cluster.views import LogNames, summary, visible_to
@@ -67,7 +73,7 @@ class Searcher:
                         return _transaction_of(stored, place, self._logs)
         except LogTruncated as error:
             raise NotFound(f"there is no record {record}: {error}") from None
-        except KafkaUnavailable as error:
+        except (KafkaUnavailable, InvariantBroken) as error:
             raise OwnerUnavailable(f"cannot read {record}: {error}") from None
         raise NotFound(f"there is no record {record}: no offset from there on has one")
 

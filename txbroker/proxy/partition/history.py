@@ -26,7 +26,7 @@ from txbroker.core.records import Marker, MarkerKind, Record, State
 from txbroker.core.routing import parse_id
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Log, LogTruncated, Targets
-from txbroker.errors import KafkaUnavailable, NotFound, TooOld
+from txbroker.errors import InvariantBroken, KafkaUnavailable, NotFound, TooOld
 from txbroker.proxy.partition.clock import CLOCKS_APART_MS
 
 NEAR_MS = 5_000
@@ -212,7 +212,7 @@ async def read_targets(account: Account, targets: Targets, bytes_max: int) -> No
             bytes_max, why = await _find_promoted(
                 records, transaction.id, numbers, offsets, bytes_max
             )
-        except (KafkaUnavailable, LogTruncated) as error:
+        except (KafkaUnavailable, LogTruncated, InvariantBroken) as error:
             why = str(error)
         if why:
             account.gaps.append(f"offset in {topic}/{partition}: {why}")

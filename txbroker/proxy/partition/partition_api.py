@@ -305,7 +305,7 @@ class PartitionApi:
         except TimeoutError:
             more = "" if trace else "; `txbroker tx trace` reads longer"
             account.gaps.append(f"facts that were not read within {limit_s:g} s{more}")
-        except KafkaUnavailable as error:
+        except (KafkaUnavailable, InvariantBroken) as error:
             account.gaps.append(f"facts that Kafka does not return now: {error}")
         return account
 

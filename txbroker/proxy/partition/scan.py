@@ -116,7 +116,10 @@ class Scanner:
         async with self._scanning:
             try:
                 if cursor.seen < DONE:
-                    page = await search_memory(self._index.by_offset, self._bodies, terms, cursor)
+                    start, _ = await self._half.bounds(confirmed=False)
+                    page = await search_memory(
+                        self._index.by_offset, self._bodies, terms, cursor.seen, start
+                    )
                 else:
                     page = await search_half(self._half, terms, cursor)
             except KafkaUnavailable as error:
@@ -136,15 +139,23 @@ class Scanner:
 
 
 async def search_memory(
-    index: OffsetIndex, bodies: BodyCache, terms: Terms, cursor: Cursor
+    index: OffsetIndex, bodies: BodyCache, terms: Terms, seen: int, start: int
 ) -> ScanPage:
-    """Return a page of matching unsettled transactions."""
+    """Return a page of matching unsettled transactions.
+
+    Args:
+        seen: the half offset up to which the pages before went.
+        start: where the half topic begins: earlier transactions are in memory only, and may have
+            no marks of their keys.
+    """
     ids: list[str] = []
-    seen, yielder = cursor.seen, Yielder()
+    yielder = Yielder()
     while rows := index.after(seen, _SLICE):
         for transaction in rows:
-            seen = transaction.offset
-            if terms.match(transaction) and await _match_messages(transaction, bodies, terms):
+            seen, gone = transaction.offset, transaction.offset < start
+            if terms.match(transaction, keys=not gone) and await _match_messages(
+                transaction, bodies, terms, read=gone or terms.key is not None
+            ):
                 ids.append(transaction.id)
                 if len(ids) == MATCHES_MAX:
                     return ScanPage(ids, 0, Cursor(seen))
@@ -152,14 +163,17 @@ async def search_memory(
     return ScanPage(ids, 0, MEMORY_DONE)
 
 
-async def _match_messages(transaction: Transaction, bodies: BodyCache, terms: Terms) -> bool:
-    if terms.key is not None and not transaction.has_bodies:
-        # Few get here: the marks of their keys match.
+async def _match_messages(
+    transaction: Transaction, bodies: BodyCache, terms: Terms, *, read: bool
+) -> bool:
+    """Return whether the messages match; with `read`, which few need, also if Kafka has to be
+    asked for them."""
+    if not terms.needs_messages:
+        return True
+    if not transaction.has_bodies and read:
         await bodies.show(transaction)
-    if not transaction.has_bodies:
-        # The half topic, which is read afterwards, has the others.
-        return terms.header is None and terms.key is None
-    return terms.match_messages(transaction.messages)
+    # The half topic, which is read afterwards, has the others.
+    return transaction.has_bodies and terms.match_messages(transaction.messages)
 
 
 async def search_half(half: Log, terms: Terms, cursor: Cursor) -> ScanPage:
