@@ -168,7 +168,10 @@ def _left_out(
     if to_people and all(value is None for value in query.values()):
         with suppress(ApiError):  # not every credential may ask
             for row in client.get("overview")["partitions"]:
-                counts.update({name: row.get(name) or 0 for name in _COUNTED})
+                if any(row.get(name, 0) is None for name in _COUNTED):
+                    counts.clear()
+                    break
+                counts.update({name: row.get(name, 0) for name in _COUNTED})
     if more:
         names = {None: _COUNTED[1:], "settled": _COUNTED[:1], "all": _COUNTED}.get(state, (state,))
         total = sum(counts[name] for name in names if name)

@@ -95,14 +95,14 @@ def find_command(
         if value is not None
     }
     if what is not None:
-        if len(what) == _ID_CHARS and not query:
+        if len(what) == _ID_CHARS and "@" not in what and not query:
             show_rows([client.get("transactions", what)], COLUMNS, output, "")
             return
         query["record" if "@" in what else "id"] = what
     if not query:
         raise click.UsageError("name what to find: an id, a record, or options such as --key")
     rows: dict[str, Row] = {}
-    done, records, stopped = 0.0, 0, False
+    done, records, unread, stopped = 0.0, 0, 0, False
     streams = output not in ("json", "yaml")
     try:
         with _progress() as show:
@@ -113,6 +113,7 @@ def find_command(
                     click.echo("\n".join(lines))
                 rows |= {row["id"]: row for row in fresh}
                 done, records = page["done"], records + page["records"]
+                unread += page.get("unread", 0)
                 show(done, f"{records:,} records, {len(rows):,} found")
                 if len(rows) >= limit and page["next_cursor"]:
                     break
@@ -121,6 +122,9 @@ def find_command(
     where = f"{records:,} records" if done == 1 else f"{records:,} records, {done:.0%} of all"
     if not rows or not streams:
         show_rows(list(rows.values()), COLUMNS, output, f"Nothing was found in {where}.")
+    if unread:
+        why = "their markers were deleted, or reading took too long"
+        click.echo(f"{unread:,} more match and cannot be shown: {why}.", err=True)
     if done < 1 and (rows or stopped):
         why = "You stopped" if stopped else f"It stopped at {len(rows):,}"
         click.echo(f"{why} after {where}: bound it by --since, or raise --limit.", err=True)

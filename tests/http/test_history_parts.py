@@ -193,10 +193,12 @@ def test_histories_are_summed_and_unknown_stays_unknown() -> None:
     second = HistoryPoint(1000, 10, 20, 30, None, 50, 60.0)
     alone = HistoryPoint(2000, pending=7)
     parts = [History(1, (first, alone)), History(1, (second,))]
-    both, single = joined_history(parts, complete=False).points
+    # The newest step is of one proxy only, so it would look like a fall.
+    (both,) = joined_history(parts, complete=True).points
     assert (both.prepared, both.decided, both.promoted) == (11, 22, 33)
     assert (both.pending, both.parked, both.oldest_pending_age_s) == (None, 55, 60.0)
-    assert (single.pending, single.proxies) == (7, 1)
+    (partial,) = joined_history(parts, complete=False).points
+    assert (partial.prepared, partial.pending, partial.parked) == (11, None, None)
 
 
 def test_actions_of_a_partition_that_moved_are_shown_once() -> None:

@@ -25,16 +25,25 @@ from txbroker.core.records import (
 )
 from txbroker.core.routing import make_id
 from txbroker.core.settled import summary_of, to_transaction
+from txbroker.core.terms import Terms
 from txbroker.core.transaction import Transaction
-from txbroker.door.protocols import Appended
+from txbroker.door.protocols import Appended, LogTruncated
 from txbroker.errors import KafkaUnavailable, NotFound, TooOld
 from txbroker.proxy.partition import partition_api as answers
+from txbroker.proxy.partition import scan
 from txbroker.proxy.partition.history import (
     Account,
     account_of,
     read_markers,
     read_targets,
     search,
+)
+from txbroker.proxy.partition.scan import (
+    DONE,
+    MEMORY_DONE,
+    Cursor,
+    search_half,
+    search_memory,
 )
 from txbroker.testing.topics import MemoryPartition
 
@@ -68,6 +77,7 @@ class CountingLog:
             yield records
 
     async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
+        self.read_records += len(offsets)
         return self.partition.pick(offsets)
 
 
@@ -315,6 +325,7 @@ async def test_target_offsets_are_read_back_or_named_as_gaps(gone: str) -> None:
         at.append([Record(message.key, message.value, headers, stamp_ms)], decided_ms)
     account = account_of(transaction)
     assert not account.is_whole
+    await read_markers(account, past.half, past.op, WINDOW_MS)
     await read_targets(account, targets, 3 if gone == "bytes" else 1000)  # type: ignore[arg-type]
     words = " ".join(account.gaps)
     expected = {
@@ -326,6 +337,59 @@ async def test_target_offsets_are_read_back_or_named_as_gaps(gone: str) -> None:
     assert account.transaction.offsets == expected[0]
     assert expected[1] in words
     assert account.is_whole is (gone == "nothing")
+
+
+async def scanned(past: Past, terms: Terms) -> list[str]:
+    """Return the ids of all pages of a scan of the half topic."""
+    found: list[str] = []
+    cursor: Cursor | None = MEMORY_DONE
+    while cursor is not None:
+        page = await search_half(past.half, terms, cursor)
+        assert page.next != cursor
+        found += [match.id for match in page.matches]
+        cursor = page.next
+    return found
+
+
+@pytest.mark.parametrize("trouble", ["none", "old end", "retention", "lost end"])
+async def test_scan_reads_all_or_fails(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "BLOCK", 300)
+    past = Past()
+    past.run(1000)
+    inner = past.half.bounds
+    expected = set(past.ids)
+
+    async def bounds(*, confirmed: bool = True) -> tuple[int, int]:
+        start, end = await inner()
+        if trouble == "retention" and not start and not confirmed:
+            past.half.partition.delete_before(750)  # between this answer and the read
+        if trouble == "lost end" and not confirmed:
+            past.half.partition.delete_from(900)
+        return start, 0 if trouble == "old end" and not confirmed else end
+
+    monkeypatch.setattr(past.half, "bounds", bounds)
+    if trouble == "lost end":
+        with pytest.raises(LogTruncated):
+            await scanned(past, Terms(group="g"))
+        return
+    if trouble == "retention":
+        expected = {id for id in expected if past.offsets[id] >= 750}
+    assert set(await scanned(past, Terms(group="g"))) == expected
+
+
+async def test_scan_of_memory_is_bounded_in_time(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scan, "PAGE_S", 0.0)
+    owner, first = await harness.new_pending()
+    ids = [first, *[await harness.prepared(owner) for _ in range(3)]]
+    index, seen, pages = owner.ledger.index.by_offset, -1, []
+    while seen != DONE:
+        page = await search_memory(index, owner.bodies, Terms(), seen, 0)
+        assert page.next is not None
+        pages.append([match.id for match in page.matches])
+        seen = page.next.seen
+    assert pages == [*[[id] for id in ids], []]
 
 
 async def test_silent_kafka_delays_no_answer(harness: Harness) -> None:

@@ -223,12 +223,15 @@ class SearchPage(Struct, frozen=True):
         next_cursor: None on the last page.
         done: the part of the topics that was read, from 0 to 1.
         records: how many records this page read.
+        unread: how many more transactions match and could not be read: their markers were deleted,
+            or reading took too long.
     """
 
     transactions: tuple[TransactionView, ...]
     next_cursor: str | None = None
     done: float = 1.0
     records: int = 0
+    unread: int = 0
 
 
 class PartitionState(StrEnum):

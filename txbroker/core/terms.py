@@ -69,15 +69,14 @@ class Terms(NamedTuple):
 
     # --- records -----------------------------------------------------------------------------
 
-    def match_record(self, record: Record, needed: Sequence[Header]) -> str | None:
-        """Return the id of the transaction of a matching record of the half topic, None if it does
-        not match.
+    def match_record(self, record: Record, needed: Sequence[Header]) -> HalfPart | None:
+        """Return the content of a matching record of the half topic, None if it does not match.
 
         Args:
             needed: `needed_headers()`.
 
         Of several records of a transaction, its order and dedup key are on the first only: these
-        terms are left out if one of a message is given. `match` applies them.
+        terms are left out if one of a message is given: see `needs_first_record`.
         """
         if self.key is not None and record.key != self.key:
             return None
@@ -93,7 +92,7 @@ class Terms(NamedTuple):
             part = decode_half(record)
         except (Malformed, NewerVersion):
             return None
-        return part.id if self._match_part(part) else None
+        return part if self._match_part(part) else None
 
     def needed_headers(self) -> tuple[Header, ...]:
         """Return headers that a matching record of the half topic has, ours and the user's."""
@@ -108,15 +107,17 @@ class Terms(NamedTuple):
             return False
         if self.id is not None and not part.id.startswith(self.id):
             return False
-        if self._of_message:
-            return self._match_message(part.message)
+        return self._match_message(part.message) if self._of_message else self.match_first(part)
+
+    def match_first(self, part: HalfPart) -> bool:
+        """Return whether the first record of a half message has the order and dedup key."""
         return (self.order_key is None or part.order_key == self.order_key) and (
             self.dedup_key is None or part.dedup_key == self.dedup_key
         )
 
     @property
     def needs_first_record(self) -> bool:
-        """Whether `match_record` leaves terms out."""
+        """Whether `match_record` leaves terms out: `match_first` applies them."""
         keys = self.order_key is not None or self.dedup_key is not None
         return keys and self._of_message
 

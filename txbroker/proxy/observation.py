@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.runner import CheckRunner
 from txbroker.checkers.sessions import SessionRegistry
-from txbroker.contract.service import CheckReport, GroupChecks
+from txbroker.contract.service import CheckReport, GroupChecks, PartitionState
 from txbroker.door.protocols import Door
 from txbroker.proxy.cluster.broker import Broker
 from txbroker.proxy.console.concerns import problems_of
@@ -15,6 +15,16 @@ from txbroker.proxy.observe.gauges import AuditMetrics, PartitionGauges, measure
 from txbroker.proxy.observe.history import Actions, HistorySources, ProxyHistory
 from txbroker.proxy.observe.metrics import Metrics
 from txbroker.proxy.observe.overview import GroupStatus, local_overview
+
+_COUNTED = frozenset(
+    {
+        PartitionState.OWNED,
+        PartitionState.SUSPENDED,
+        PartitionState.ELSEWHERE,
+        PartitionState.NONE,
+    }
+)
+"""The states in which the transactions of a half partition are known here, or not this proxy's."""
 
 
 class Observation:
@@ -48,6 +58,7 @@ class Observation:
                 url=lambda: self._broker.partitions.url,
                 now_ms=lambda: self._broker.now_ms(),
                 owners=lambda: self._broker.partitions.open().values(),
+                is_whole=self._is_whole,
                 checks=runner.outcomes.take,
                 latencies=lambda: {
                     name: (latency.bounds, latency.counts[""])
@@ -81,6 +92,10 @@ class Observation:
     async def measure_loop(self) -> None:
         """Measure the lag of the event loop until it is cancelled."""
         await measure_loop(self._metrics)
+
+    def _is_whole(self) -> bool:
+        states = self._broker.readiness().partitions.values()
+        return all(state.partition(":")[0] in _COUNTED for state in states)
 
     def _problems(self) -> Iterator[tuple[str, str]]:
         broker = self._broker

@@ -146,7 +146,7 @@ class Connection(asyncio.Protocol):
 
     def _take(self, event: Event) -> None:
         if not isinstance(event, Frame):
-            if self._protocol.handshake_exc is None:
+            if self._protocol.handshake_exc is None and not self.opened.done():
                 self.opened.set_result(None)
                 self._test_heartbeat()
         elif event.opcode is Opcode.BINARY and event.fin:

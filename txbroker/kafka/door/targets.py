@@ -157,7 +157,9 @@ class KafkaTargets(Targets):
                     yield [record for record in records if record.offset < end]
                     await asyncio.sleep(0)
                 if fetched.next_offset == position:
-                    return
+                    raise KafkaUnavailable(
+                        f"{reader.name} returns nothing from {position} on: retry"
+                    )
                 position = fetched.next_offset
         finally:
             client.close_channels(channel)

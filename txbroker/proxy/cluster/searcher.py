@@ -1,5 +1,7 @@
 """Searches: a page in one half partition, and the transaction of any record."""
 
+import asyncio
+
 from txbroker.contract.service import SearchPage, SearchRequest
 from txbroker.core.decoding import Malformed, NewerVersion, decode_log, decode_promoted
 from txbroker.core.records import Cause, Record
@@ -15,6 +17,9 @@ from txbroker.errors import (
 from txbroker.proxy.cluster.forwarding import search_place, terms_of
 from txbroker.proxy.cluster.partition_manager import PartitionManager
 from txbroker.proxy.cluster.views import LogNames, summary, visible_to
+
+RECORD_S = 5.0
+"""Maximum time to read one record, seconds."""
 
 
 class Searcher:
@@ -38,11 +43,13 @@ class Searcher:
         if place is None:
             return SearchPage(())
         owner = self._partitions.owner(place.partition)
-        page, found = await owner.scanner.page(terms_of(request), place.cursor)
+        found = await owner.scanner.page(terms_of(request), place.cursor)
+        if self._partitions.owner(place.partition) is not owner:
+            raise OwnerUnavailable(f"half partition {place.partition} moved: retry")
         self._partitions.check_in_touch()
-        cursor, done = place.after(page.next)
-        views = (summary(transaction) for transaction in found)
-        return SearchPage(visible_to(request, views), cursor, done, page.records)
+        cursor, done = place.after(found.next)
+        views = visible_to(request, map(summary, found.transactions))
+        return SearchPage(views, cursor, done, found.records, found.unread)
 
     async def transaction_of(self, record: str) -> str:
         """Return the id of the transaction of a record in a target, half or operation topic.
@@ -61,21 +68,26 @@ class Searcher:
                 f"{record[:80]!r} is no place of a record: give topic/partition@offset",
                 path="record",
             )
-        topic, partition, offset = place
-        if topic not in self._logs:
-            facts = await self._targets.examine(topic)
+        if place.topic not in self._logs:
+            facts = await self._targets.examine(place.topic)
             if isinstance(facts, Cause):
                 raise NotFound(facts.message)
         try:
-            async for records in self._targets.records(topic, partition, start=offset):
-                for stored in records:
-                    if stored.offset >= offset:
-                        return _transaction_of(stored, place, self._logs)
+            return await asyncio.wait_for(self._read(place), RECORD_S)
+        except TimeoutError:
+            raise OwnerUnavailable(f"cannot read {record} within {RECORD_S:g} s: retry") from None
         except LogTruncated as error:
             raise NotFound(f"there is no record {record}: {error}") from None
         except (KafkaUnavailable, InvariantBroken) as error:
             raise OwnerUnavailable(f"cannot read {record}: {error}") from None
-        raise NotFound(f"there is no record {record}: no offset from there on has one")
+
+    async def _read(self, place: RecordPlace) -> str:
+        topic, partition, offset = place
+        async for records in self._targets.records(topic, partition, start=offset):
+            for stored in records:
+                if stored.offset >= offset:
+                    return _transaction_of(stored, place, self._logs)
+        raise NotFound(f"there is no record {topic}/{partition}@{offset}, nor any after it")
 
 
 def _transaction_of(record: Record, place: RecordPlace, logs: LogNames) -> str:

@@ -126,8 +126,7 @@ def _timeline(account: Account, shown: TransactionView, logs: LogNames) -> tuple
         text = f"round {checks.round} of attempts begins"
         place = marker(MarkerKind.REVIVE, checks.round - 1)
         events.append(Event(checks.round_started_ms, "revive", text, place))
-    if transaction.state is State.PARKED:
-        parked_ms = transaction.park_ms() or transaction.prepared_at_ms
+    if transaction.state is State.PARKED and (parked_ms := transaction.park_ms()) is not None:
         text = "undecided after the last attempt; kept whole"
         events.append(Event(parked_ms, "park", text, marker(MarkerKind.PARK, checks.round)))
     if verdict.decision is not None:

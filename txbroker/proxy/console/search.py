@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from txbroker.contract.service import SearchPage, TransactionView
 from txbroker.core.routing import ALPHABET, LENGTH
 from txbroker.core.terms import parse_place
+from txbroker.errors import NotFound
 from txbroker.proxy.console.filters import PAGE_ROWS, convert, read_age_s
 from txbroker.proxy.console.formatting import link, with_query
 from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
@@ -27,6 +28,7 @@ class Found:
     views: tuple[TransactionView, ...]
     done: float
     records: int
+    unread: int
     seconds: float
 
 
@@ -38,9 +40,10 @@ async def find(request: PageRequest) -> HtmlPage | Redirect:
         return Redirect(link(f"/transactions/{text.upper()}"))
     if parse_place(text):
         page = await _search(request, {"record": text}, None)
-        if page.transactions:
-            return Redirect(link(f"/transactions/{page.transactions[0].id}"))
-    elif text:
+        if not page.transactions:
+            raise NotFound(f"the transaction of {text} is of none of your groups")
+        return Redirect(link(f"/transactions/{page.transactions[0].id}"))
+    if text:
         return Redirect(link("/find", **{"id" if _ID_START.fullmatch(text) else "key": text}))
     cursor = fields.pop("cursor", None)
     query = {name: fields[name] for name in _TERMS if name in fields}
@@ -65,15 +68,16 @@ async def _pages(
         now_ms = request.context.service.now_ms()
         terms["from_ms"] = max(0, now_ms - round(1000 * read_age_s(newer, "newer")))
     views: dict[str, TransactionView] = {}
-    began_s, records = time.monotonic(), 0
+    began_s, records, unread = time.monotonic(), 0, 0
     while True:
         page = await _search(request, terms, cursor)
         views |= {view.id: view for view in page.transactions}
         cursor, records = page.next_cursor, records + page.records
+        unread += page.unread
         seconds = time.monotonic() - began_s
         full = len(views) >= PAGE_ROWS or seconds > (PAGE_S if views else EMPTY_PAGE_S)
         if cursor is None or full:
-            return Found(tuple(views.values()), page.done, records, seconds), cursor
+            return Found(tuple(views.values()), page.done, records, unread, seconds), cursor
 
 
 async def _search(request: PageRequest, terms: dict[str, object], cursor: str | None) -> SearchPage:

@@ -380,12 +380,14 @@ class PageBody(AnswerBody, frozen=True):
 class SearchBody(PageBody, frozen=True):
     """One page of a search, often without a match; `next_cursor` is null on the last page.
 
-    `done`: the part of the topics that is read, from 0 to 1. `records`: read for this page. A
-    transaction may be on several pages.
+    `done`: the part of the topics that is read, from 0 to 1. `records`: read for this page.
+    `unread`: more transactions that match and could not be read. A transaction may be on several
+    pages.
     """
 
     done: float
     records: int
+    unread: int
 
 
 class GroupAnswer(AnswerBody, frozen=True):

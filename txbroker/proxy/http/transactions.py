@@ -223,6 +223,8 @@ async def find(call: ApiCall) -> ApiReply:
     if query.bodies and not call.principal.sees_bodies:
         raise NotPermitted("a viewer sees no message bodies: call without bodies")
     id = plain_id(call.path["id"])
+    if query.trace:
+        await _check_own(call, id)  # before topics are read for it
     view = await call.context.service.find(id, bodies=query.bodies, trace=query.trace)
     call.principal.check_own(view.group)
     return ApiReply(200, _view_body(view, bodies=query.bodies))
@@ -238,6 +240,7 @@ async def search(call: ApiCall) -> ApiReply:
             next_cursor=page.next_cursor,
             done=page.done,
             records=page.records,
+            unread=page.unread,
         ),
     )
 

@@ -71,6 +71,7 @@ class HistorySources(Struct, frozen=True):
         url: returns the proxy's URL.
         now_ms: returns the brokers' clock.
         owners: returns the owners of the half partitions that are open here.
+        is_whole: returns whether all half partitions assigned here are open.
         checks: returns the checks of each group since its last call.
         latencies: returns bounds and counts of the buckets of each latency, by the metric's name.
         problems: returns the present problems, as pairs of text and group.
@@ -82,6 +83,7 @@ class HistorySources(Struct, frozen=True):
     url: Callable[[], str]
     now_ms: Callable[[], int]
     owners: Callable[[], Iterable[ObservedPartition]]
+    is_whole: Callable[[], bool] = lambda: True
     checks: Callable[[], Mapping[str, Sequence[int]]] = dict
     latencies: Callable[[], Mapping[str, tuple[Sequence[float], Sequence[int]]]] = dict
     problems: Callable[[], Iterable[tuple[str, str]]] = tuple
@@ -284,6 +286,7 @@ class ProxyHistory:
         owners = list(self._sources.owners())
         self._note_owned(now_ms, frozenset(owner.partition for owner in owners))
         reading = _Reading(self._groups, second)
+        reading.current = self._sources.is_whole()
         for owner in owners:
             reading.read(owner, self._oldest_ms.get(owner.partition))
         for name, counts in self._sources.checks().items():
@@ -517,6 +520,16 @@ def joined_history(parts: Sequence[History], *, complete: bool) -> History:
         for point in part.points:
             known = points.get(point.at_ms)
             points[point.at_ms] = point if known is None else _added(known, point)
+    times = sorted(points)
+    # The newest step may be complete at some proxies only.
+    while len(times) > 1 and points[times[-1]].proxies < points[times[-2]].proxies:
+        points.pop(times.pop())
+    if not complete:
+        # A proxy that did not answer has more.
+        points = {
+            at_ms: structs.replace(point, pending=None, parked=None, oldest_pending_age_s=None)
+            for at_ms, point in points.items()
+        }
     first = parts[0] if parts else History(HISTORY_STEPS_S[-1])
     since: dict[int, int] = {}
     for part in parts:

@@ -24,13 +24,15 @@ from txbroker.core.ledger import Effect, Ledger
 from txbroker.core.lifecycle import PromotionStep, advance
 from txbroker.core.records import Marker, MarkerKind, Record, State
 from txbroker.core.routing import parse_id
-from txbroker.core.transaction import Transaction
+from txbroker.core.transaction import NO_CHECKS, Transaction
 from txbroker.door.protocols import Log, LogTruncated, Targets
 from txbroker.errors import InvariantBroken, KafkaUnavailable, NotFound, TooOld
 from txbroker.proxy.partition.clock import CLOCKS_APART_MS
 
 NEAR_MS = 5_000
 """Nearly every half message is stored within this of its id's time: searched first."""
+READ_BACK_S = 1.0
+"""Maximum time to read one settled transaction back, seconds."""
 NEIGHBOURS = 15
 """Records that one step compares: more than half would have to be void to mislead it."""
 
@@ -54,6 +56,33 @@ async def search(half: Log, op: Log, id: str, dedup_window_ms: int) -> Transacti
     return transaction
 
 
+async def read_settled(
+    half: Log, op: Log, id: str, offsets: range, dedup_window_ms: int
+) -> Transaction:
+    """Return a settled transaction whose half message is at these offsets, as `search` does.
+
+    Raises:
+        NotFound: the records there are no valid half message of it.
+        TooOld: its deciding marker, or its half message, was deleted.
+        KafkaUnavailable: Kafka does not answer.
+    """
+    records = await half.pick(offsets)
+    if [record.offset for record in records] != list(offsets):
+        raise TooOld(id=id)
+    ledger = Ledger(parse_id(id).partition, dedup_window_ms)
+    ledger.half_position, ledger.half_clock_ms = offsets.start, records[0].timestamp_ms
+    for record in records:
+        outcome = ledger.apply_half(record)
+    transaction = outcome.transaction
+    if outcome.effect is not Effect.APPLIED or transaction is None or transaction.id != id:
+        raise NotFound(id=id)
+    try:
+        await _decided(ledger, op, transaction, records[-1].timestamp_ms)
+    except LogTruncated:
+        raise TooOld(id=id) from None
+    return transaction
+
+
 # --- one that is known ------------------------------------------------------------------------
 
 
@@ -64,9 +93,11 @@ class Account(Struct):
         transaction: as remembered, or as its records show it.
         markers: the offsets of its markers in the operation topic, by kind, round and number;
             those of one round have no number, decisions neither.
-        attempts_known: whether it has its attempts; a summary of a settled one has none.
+        attempts_known: whether it has its attempts; a summary of a settled one, and a parked copy,
+            have none.
         read_back: whether facts were read from the topics because memory had lost them.
         gaps: which facts cannot be shown, and why, as sentences.
+        stamps_ms: the timestamps that its messages asked for, once read; empty before.
     """
 
     transaction: Transaction
@@ -74,6 +105,7 @@ class Account(Struct):
     markers: dict[tuple[str, int, int], int] = field(default_factory=dict)
     read_back: bool = False
     gaps: list[str] = field(default_factory=list)
+    stamps_ms: tuple[int | None, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -86,8 +118,11 @@ class Account(Struct):
 
 def account_of(transaction: Transaction) -> Account:
     """Return a transaction as it is remembered."""
-    verdict = transaction.verdict
-    return Account(transaction, verdict.decision is None or verdict.source is not None)
+    known = transaction.verdict.decision is None or transaction.verdict.source is not None
+    if transaction.state is State.PARKED and transaction.checks is NO_CHECKS:
+        gaps = ["attempts: retention has deleted its half message and markers; a copy is kept"]
+        return Account(transaction, attempts_known=False, gaps=gaps)
+    return Account(transaction, known)
 
 
 async def read_markers(account: Account, half: Log, op: Log, window_ms: int) -> None:
@@ -119,6 +154,7 @@ async def read_markers(account: Account, half: Log, op: Log, window_ms: int) -> 
         account.gaps.append("attempts: retention has deleted markers of it")
         return
     account.markers.update(markers)
+    account.stamps_ms = tuple([message.timestamp_ms for message in transaction.messages])
     if not account.attempts_known and transaction.verdict.decision is known.verdict.decision:
         # Its places have the partitions that were written, its offsets are this owner's.
         transaction.offsets, transaction.promoted_at_ms = known.offsets, known.promoted_at_ms
@@ -202,9 +238,9 @@ async def read_targets(account: Account, targets: Targets, bytes_max: int) -> No
         by_place.setdefault((place.topic, place.partition), set()).add(number)
     for (topic, partition), numbers in by_place.items():
         times_ms = [transaction.verdict.at_ms]
-        for number in numbers:
-            stamp_ms = transaction.messages[number].timestamp_ms
-            times_ms += [] if stamp_ms is None else [stamp_ms]
+        if account.stamps_ms:
+            stamps_ms = [account.stamps_ms[number] for number in numbers]
+            times_ms += [at_ms for at_ms in stamps_ms if at_ms is not None]
         # The clocks of two brokers differ a little, where a target has the append time.
         since_ms = max(0, min(times_ms) - CLOCKS_APART_MS)
         records = targets.records(topic, partition, since_ms=since_ms)
@@ -245,7 +281,8 @@ async def _find_promoted(
                 "reads further"
             )
     return bytes_left, (
-        f"not among the {count} records since its decision: retention or compaction has deleted it"
+        f"not among the {count} records since its decision: retention or compaction has deleted "
+        "it, or its timestamp is not known"
     )
 
 
@@ -296,10 +333,8 @@ async def first_since(half: Log, start: int, end: int, time_ms: int) -> int:
 
 
 async def _ids_at(half: Log, offset: int, end: int) -> list[int]:
-    times_ms: list[int] = []
-    async for records in half.read(offset, min(offset + NEIGHBOURS, end)):
-        times_ms.extend(_ids_ms(records))
-    return times_ms
+    # Not `read`, which fetches 8 MiB for these few.
+    return _ids_ms(await half.pick(range(offset, min(offset + NEIGHBOURS, end))))
 
 
 async def _until(
@@ -368,14 +403,11 @@ async def _first_marker_since(op: Log, start: int, end: int, half: int, since_ms
     """
     while start < end:
         middle = (start + end) // 2
-        later = False
-        async for records in op.read(middle, min(middle + NEIGHBOURS, end)):
-            later = (
-                later
-                or records[0].timestamp_ms >= since_ms - CLOCKS_APART_MS
-                or any(_half_offset(record) >= half for record in records)
-            )
-        if later:
+        records = await op.pick(range(middle, min(middle + NEIGHBOURS, end)))
+        if records and (
+            records[0].timestamp_ms >= since_ms - CLOCKS_APART_MS
+            or any(_half_offset(record) >= half for record in records)
+        ):
             end = middle
         else:
             start = middle + 1

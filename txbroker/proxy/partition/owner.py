@@ -20,7 +20,7 @@
              ──▶ Appender (half)            a commit arrived before its half message
              ──▶ Claims (`Claimer`)         after a lost promotion transaction
     Claims ──▶ both appenders, Ledger, SnapshotWriter
-    Scanner ──▶ PartitionApi, BodyCache, Ledger      a page of a search
+    Scanner ──▶ BodyCache, Ledger           a page of a search
     RetentionGuard ──▶ BodyCache, Promoter, SnapshotWriter    called by `PartitionOwner._watch`
     BodyCache ──▶ SnapshotWriter            bodies are lost: the next owner must know
     SnapshotWriter ──▶ Ledger               a capture, chunk by chunk
@@ -128,7 +128,7 @@ class PartitionOwner:
         self._promoter = Promoter(context, self.bodies, self._half, self._claims)
         self._retention = RetentionGuard(context, self.bodies, self._promoter, self._snapshots)
         self.api = PartitionApi(context, self._half, self._op, self._promoter)
-        self.scanner = Scanner(context, self.bodies, self.api)
+        self.scanner = Scanner(context, self.bodies)
         self.checks = CheckBack(context, self._op, runner, self.bodies, self.api)
         # While the logs are replayed only memory is bounded; the others follow afterwards.
         context.followers.append(self.bodies)

@@ -40,6 +40,7 @@ from txbroker.proxy.partition.appender import Appender, Applied, Priority
 from txbroker.proxy.partition.body_cache import lost_cause
 from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.history import (
+    READ_BACK_S,
     Account,
     account_of,
     read_markers,
@@ -48,7 +49,7 @@ from txbroker.proxy.partition.history import (
 )
 from txbroker.proxy.partition.promoter import Promoter
 
-READ_BACK_S, READ_BACK_BYTES = 1.0, 8 << 20
+READ_BACK_BYTES = 8 << 20
 TRACE_S, TRACE_BYTES = 20.0, 512 << 20
 """Maximum time to read a settled transaction back, seconds, and bytes read in its targets; then it
 is shown without the rest."""
@@ -283,7 +284,7 @@ class PartitionApi:
                 self._context.stopped(error)
                 raise OwnerUnavailable(str(error), id=id) from None
             transaction = self._ledger.index.get(id)
-        return transaction or await self.settled_before(id)
+        return transaction or await self._settled_before(id)
 
     async def find(self, id: str, *, trace: bool = False) -> Account:
         """Return a transaction as `get` does, with what its records show beyond memory.
@@ -309,16 +310,12 @@ class PartitionApi:
             account.gaps.append(f"facts that Kafka does not return now: {error}")
         return account
 
-    async def settled_before(self, id: str, *, wait: bool = False) -> Transaction:
-        """Find a settled transaction that the ledger has forgotten in the logs.
-
-        Args:
-            wait: for another such search, instead of raising `Overloaded`.
-        """
+    async def _settled_before(self, id: str) -> Transaction:
+        """Find a settled transaction that the ledger has forgotten in the logs."""
         window_ms = self._settings.dedup_window_ms
         if abs(self._id_clock.now_ms() - parse_id(id).time_ms) <= window_ms:
             raise NotFound(id=id)
-        if self._searching.locked() and not wait:
+        if self._searching.locked():
             raise Overloaded("another transaction is being looked up in the log: retry", id=id)
         async with self._searching:
             try:

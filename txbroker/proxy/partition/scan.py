@@ -10,22 +10,31 @@ import time
 from contextlib import suppress
 from typing import NamedTuple
 
+from txbroker.core.decoding import Malformed, NewerVersion, decode_half
 from txbroker.core.index import OffsetIndex
 from txbroker.core.routing import TIME_MAX_MS
 from txbroker.core.terms import Terms
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Log, LogTruncated
-from txbroker.errors import BadRequest, KafkaUnavailable, NotFound, OwnerUnavailable, TooOld
+from txbroker.errors import (
+    BadRequest,
+    InvariantBroken,
+    KafkaUnavailable,
+    NotFound,
+    OwnerUnavailable,
+    TooOld,
+)
 from txbroker.proxy.partition.body_cache import BodyCache
 from txbroker.proxy.partition.clock import Yielder
 from txbroker.proxy.partition.context import PartitionContext
-from txbroker.proxy.partition.history import NEAR_MS, first_since
-from txbroker.proxy.partition.partition_api import PartitionApi
+from txbroker.proxy.partition.history import NEAR_MS, READ_BACK_S, first_since, read_settled
 
 MATCHES_MAX = 20
 """Transactions on one page."""
 PAGE_S, PAGE_BYTES = 0.5, 16 << 20
 """The time and the bytes of keys and values that one page takes, about."""
+RESOLVE_S = 4.0
+"""The time after which a page reads back no further settled transaction, seconds."""
 BLOCK = 20_000
 """Records of a block."""
 _SLICE = 1000
@@ -88,54 +97,101 @@ def decode_cursor(text: str) -> Cursor:
     return cursor
 
 
-class ScanPage(NamedTuple):
-    """The ids found, newest first, how many records were read, and where the next page begins."""
+class Match(NamedTuple):
+    """A matching record.
 
-    ids: list[str]
+    Attributes:
+        id: of its transaction.
+        half: the offsets of its half message.
+        at: the offset of the record.
+    """
+
+    id: str
+    half: range
+    at: int
+
+
+class ScanPage(NamedTuple):
+    """One match of each transaction, how many records were read, where that was, and where the next
+    page begins."""
+
+    matches: list[Match]
     records: int = 0
+    place: Cursor = Cursor()
     next: Cursor | None = None
+
+
+class Found(NamedTuple):
+    """The transactions of a page, newest first, and how many more match and could not be read."""
+
+    transactions: list[Transaction]
+    unread: int
+    records: int
+    next: Cursor | None
 
 
 class Scanner:
     """Searches one half partition."""
 
-    def __init__(self, context: PartitionContext, bodies: BodyCache, api: PartitionApi) -> None:
+    def __init__(self, context: PartitionContext, bodies: BodyCache) -> None:
         self._index = context.ledger.index
-        self._half = context.door.half
+        self._half, self._op = context.door.half, context.door.op
+        self._window_ms = context.settings.dedup_window_ms
         self._bodies = bodies
-        self._api = api
         # One page at a time: all searches share a bounded part of the event loop.
         self._scanning = asyncio.Semaphore()
 
-    async def page(self, terms: Terms, cursor: Cursor) -> tuple[ScanPage, list[Transaction]]:
-        """Return a page of a search, and its transactions.
+    async def page(self, terms: Terms, cursor: Cursor) -> Found:
+        """Return a page of a search.
 
         Raises:
-            OwnerUnavailable: Kafka does not answer.
+            OwnerUnavailable: Kafka does not answer, or lost the end of the half topic.
         """
         async with self._scanning:
             try:
                 if cursor.seen < DONE:
                     start, _ = await self._half.bounds(confirmed=False)
-                    page = await search_memory(
-                        self._index.by_offset, self._bodies, terms, cursor.seen, start
-                    )
+                    index = self._index.by_offset
+                    page = await search_memory(index, self._bodies, terms, cursor.seen, start)
                 else:
                     page = await search_half(self._half, terms, cursor)
-            except KafkaUnavailable as error:
-                raise OwnerUnavailable(str(error)) from None
-            found: list[Transaction] = []
-            for id in page.ids:
-                # A record whose transaction is void, or cannot be judged any more, is none.
-                with suppress(NotFound, TooOld):
-                    transaction = self._index.get(id)
-                    transaction = transaction or await self._api.settled_before(id, wait=True)
-                    if terms.needs_first_record and cursor.seen == DONE:
-                        transaction = (await self._api.find(id)).transaction
-                        if not terms.match(transaction, keys=False):
-                            continue
-                    found.append(transaction)
-            return page, found
+                return await self._found(terms, page)
+            except (KafkaUnavailable, LogTruncated, InvariantBroken) as error:
+                raise OwnerUnavailable(f"cannot search: {error}") from None
+
+    async def _found(self, terms: Terms, page: ScanPage) -> Found:
+        found: list[Transaction] = []
+        unread, following, deadline_s = 0, page.next, time.monotonic() + RESOLVE_S
+        for number, match in enumerate(page.matches):
+            if number and time.monotonic() > deadline_s:
+                # The next page begins at this match.
+                following = page.place._replace(at=match.at)
+                break
+            transaction = self._index.get(match.id)
+            if transaction is not None and transaction.offset != match.half.start:
+                continue  # a void record under an id in use
+            if terms.needs_first_record and not await self._match_first(terms, match):
+                continue
+            if transaction is None:
+                try:
+                    async with asyncio.timeout(READ_BACK_S):
+                        transaction = await read_settled(
+                            self._half, self._op, match.id, match.half, self._window_ms
+                        )
+                except NotFound:
+                    continue  # the half message is void
+                except (TooOld, TimeoutError):
+                    unread += 1
+                    continue
+            found.append(transaction)
+        return Found(found[::-1], unread, page.records, following)
+
+    async def _match_first(self, terms: Terms, match: Match) -> bool:
+        """Return whether the first record of a half message has the order and dedup key."""
+        for record in await self._half.pick(match.half[:1]):
+            with suppress(Malformed, NewerVersion):
+                return terms.match_first(decode_half(record))
+        return True  # not in the topic any more: memory has matched it
 
 
 async def search_memory(
@@ -148,19 +204,21 @@ async def search_memory(
         start: where the half topic begins: earlier transactions are in memory only, and may have
             no marks of their keys.
     """
-    ids: list[str] = []
-    yielder = Yielder()
+    matches: list[Match] = []
+    yielder, deadline_s = Yielder(), time.monotonic() + PAGE_S
     while rows := index.after(seen, _SLICE):
         for transaction in rows:
-            seen, gone = transaction.offset, transaction.offset < start
+            at, gone = transaction.offset, transaction.offset < start
+            seen = at
             if terms.match(transaction, keys=not gone) and await _match_messages(
                 transaction, bodies, terms, read=gone or terms.key is not None
             ):
-                ids.append(transaction.id)
-                if len(ids) == MATCHES_MAX:
-                    return ScanPage(ids, 0, Cursor(seen))
+                half = range(at, at + len(transaction.places))
+                matches.append(Match(transaction.id, half, at))
+            if len(matches) == MATCHES_MAX or time.monotonic() > deadline_s:
+                return ScanPage(matches, next=Cursor(seen))
         await yielder.step()
-    return ScanPage(ids, 0, MEMORY_DONE)
+    return ScanPage(matches, next=MEMORY_DONE)
 
 
 async def _match_messages(
@@ -187,11 +245,15 @@ async def search_half(half: Log, terms: Terms, cursor: Cursor) -> ScanPage:
         begin, end = await _bounds(half, terms)
         before, at = end, -1
     start, stop = await half.bounds(confirmed=False)
-    begin, before = max(begin, start), min(before, stop)
+    if stop < before:
+        # A broker that does not lead any more, or an end that is lost: `read` shows it.
+        start, stop = await half.bounds()
+    begin = max(begin, start)
     block = max(begin, before - BLOCK)
     at = min(max(at, block), before)
+    place = Cursor(DONE, begin, end, before, at)
     needed = terms.needed_headers()
-    found: dict[str, None] = {}
+    matches: dict[str, Match] = {}
     count = size = 0
     deadline_s = time.monotonic() + PAGE_S
     try:
@@ -199,21 +261,27 @@ async def search_half(half: Log, terms: Terms, cursor: Cursor) -> ScanPage:
             for record in records:
                 at, count = record.offset + 1, count + 1
                 size += len(record.key or b"") + len(record.value or b"")
-                id = terms.match_record(record, needed)
-                if id is not None:
-                    found[id] = None
-                    if len(found) == MATCHES_MAX:
+                part = terms.match_record(record, needed)
+                if part is not None:
+                    first = record.offset - part.sequence
+                    half_message = range(first, first + part.count)
+                    matches.setdefault(part.id, Match(part.id, half_message, record.offset))
+                    if len(matches) == MATCHES_MAX:
                         break
-            if len(found) == MATCHES_MAX or size > PAGE_BYTES or time.monotonic() > deadline_s:
+            full = len(matches) == MATCHES_MAX or size > PAGE_BYTES
+            if full or time.monotonic() > deadline_s:
                 break
         else:
             at = before
     except LogTruncated:
-        begin = before  # retention has deleted this part, and all before it
+        start, _ = await half.bounds()
+        if start <= at:
+            raise
+        at = min(start, before)  # retention has deleted the records before it
     if at >= before:
         before, at = block, -1
     following = Cursor(DONE, begin, end, before, at) if before > begin else None
-    return ScanPage(list(reversed(found)), count, following)
+    return ScanPage(list(matches.values()), count, place, following)
 
 
 async def _bounds(half: Log, terms: Terms) -> tuple[int, int]:
