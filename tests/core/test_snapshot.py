@@ -446,6 +446,7 @@ def _evicted(ledger: Ledger, id: str) -> object:
     transaction = ledger.index.get(id)
     assert transaction is not None
     ledger.index.evict(transaction)
+    transaction.keys = 0  # not in snapshots
     return transaction
 
 

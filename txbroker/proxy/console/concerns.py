@@ -376,7 +376,7 @@ def _stale(overview: Overview) -> Iterator[Concern]:
 
 
 def _failing(overview: Overview) -> Iterator[Concern]:
-    for group in [group for group in overview.groups if group.checks.counts.failing][:NAMED_MAX]:
+    for group in (group for group in overview.groups if group.checks.counts.failing):
         counts = group.checks.counts
         counted = counts.commit + counts.rollback + counts.undecided
         last = group.checks.undecided

@@ -27,6 +27,8 @@ from txbroker.proxy.observe.logging import get_logger
 log = get_logger(__name__)
 
 UNDECIDED = (State.PENDING, State.PARKED)
+CONCERNS_MAX = 20
+"""Problems on the overview; the rest is counted."""
 GROUPS_FIRST = 8
 """Groups on the overview."""
 OWN_OFFERED_MAX = 200
@@ -88,6 +90,7 @@ async def overview(request: PageRequest) -> HtmlPage | Redirect:
         "overview": stats,
         "sums": sums_of(stats),
         "concerns": concerns_of(stats),
+        "concerns_max": CONCERNS_MAX,
         "actions": actions_of(request),
         "hour": await hour_of(request),
         "groups": stats.groups[:GROUPS_FIRST],
