@@ -1,4 +1,4 @@
-"""What is remembered of the checks of each group."""
+"""The outcomes of checks that a proxy remembers for each group."""
 
 from __future__ import annotations
 

@@ -386,7 +386,7 @@ def _failing(overview: Overview) -> Iterator[Concern]:
             "TxBrokerChecksFailing",
             f"Checks of group {group.group} bring no decision",
             f"{number(counts.undecided)} of {count(counted, 'check')} in 15 minutes.{answer}",
-            "Mend the group's check: each answer like this uses up an attempt, and after the last "
+            "Fix the group's check: each answer like this uses up an attempt, and after the last "
             "one the transaction is parked.",
             (
                 ("The group", link("/group", name=group.group)),
