@@ -4,6 +4,7 @@ A chart is drawn in a box of 1000 by 100 that is stretched to the page, so it ha
 values and times are HTML around it.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -14,7 +15,6 @@ from txbroker.proxy.console.formatting import age, clock_of, number, rate
 WIDTH, HEIGHT = 1000, 100
 SPANS = {"5m": 300, "15m": 900, "1h": 3600}
 """The parts of the last hour that charts show, seconds."""
-SPAN_WORDS = {"5m": "5 minutes", "15m": "15 minutes", "1h": "hour"}
 EVENTS_SHOWN_MAX, MARKS_MAX = 20, 100
 MARKED = frozenset({"start", "takeover", "handover", "problem", "solved"})
 _ROUND = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -207,9 +207,5 @@ def _rounded(value: float) -> float:
     """Return a round number that is not less, above 0."""
     if value <= 0:
         return 1.0
-    size = 1.0
-    while size > value:
-        size /= 10
-    while size * 10 < value:
-        size *= 10
+    size = 10.0 ** math.floor(math.log10(value))
     return next(size * factor for factor in _ROUND if size * factor >= value)

@@ -28,6 +28,7 @@ HEADROOM_MIN = 0.4
 AUDIT_AGE_MAX_S = 2 * 86400.0
 NAMED_MAX = 5
 """Groups or topics named in one line."""
+_PROXIES = (("Proxies", "/#proxies"),)
 
 
 class Severity(StrEnum):
@@ -170,8 +171,8 @@ def _kafka(overview: Overview) -> Iterator[Concern]:
             continue
         one = len(overview.proxies) == 1
         whom = "this proxy" if one else f"the proxy at {proxy.url}"
-        owned = set(proxy.partitions)
-        which = "" if owned <= set(proxy.kafka_partitions) else _for(proxy.kafka_partitions)
+        some = not set(proxy.partitions) <= set(proxy.kafka_partitions)
+        which = f" for {_numbered(proxy.kafka_partitions)}" if some else ""
         yield Concern(
             Severity.BAD,
             "TxBrokerNotReady",
@@ -179,7 +180,7 @@ def _kafka(overview: Overview) -> Iterator[Concern]:
             ". ".join(filter(None, (proxy.kafka_why, *_own_problems(proxy)))),
             "Check that Kafka's brokers run and that the proxy can reach them. Nothing is lost: "
             "the proxy continues as soon as they answer. Numbers are of the time beside them.",
-            (("Proxies", "/#proxies"),),
+            _PROXIES,
             headline=True,
         )
 
@@ -195,13 +196,14 @@ def _slow(overview: Overview) -> Iterator[Concern]:
             f"99 % of those of the last 5 minutes at {worst.url} took at most as long.",
             "Check the latency of Kafka's disks and network, and the load of the proxy; see "
             "the runbook.",
-            (("Proxies", "/#proxies"),),
+            _PROXIES,
         )
 
 
-def _for(partitions: Sequence[int]) -> str:
+def _numbered(partitions: Sequence[int]) -> str:
     noun = "half partition" if len(partitions) == 1 else "half partitions"
-    return f" for {noun} {', '.join(map(str, partitions[:20]))}"
+    more = " …" if len(partitions) > 20 else ""
+    return f"{noun} {', '.join(map(str, partitions[:20]))}{more}"
 
 
 def _own_problems(proxy: ProxyOverview) -> list[str]:
@@ -219,7 +221,7 @@ def _proxies(overview: Overview) -> Iterator[Concern]:
                 f"The proxy at {proxy.url} does not answer",
                 proxy.why,
                 "Check that it runs and that this proxy can reach it.",
-                (("Proxies", "/#proxies"),),
+                _PROXIES,
             )
             continue
         problems = _own_problems(proxy)
@@ -227,12 +229,10 @@ def _proxies(overview: Overview) -> Iterator[Concern]:
             yield Concern(
                 Severity.BAD,
                 "TxBrokerNotReady",
-                f"The proxy at {proxy.url} is not ready"
-                if not proxy.ready
-                else f"The proxy at {proxy.url} reports problems",
+                f"The proxy at {proxy.url} {'reports problems' if proxy.ready else 'is not ready'}",
                 "; ".join(problems[:NAMED_MAX]),
                 "Run txbroker doctor: it tests what a proxy needs and names the fix.",
-                (("Proxies", "/#proxies"),),
+                _PROXIES,
             )
         files = [text for text in proxy.problems if text.startswith(FILE_PROBLEM)]
         if files:
@@ -244,7 +244,7 @@ def _proxies(overview: Overview) -> Iterator[Concern]:
                 "; ".join(files[:NAMED_MAX]),
                 "Correct the file: it is read again when it changes. Until then credentials that "
                 "were taken out of it still count.",
-                (("Proxies", "/#proxies"),),
+                _PROXIES,
             )
 
 
@@ -259,12 +259,10 @@ def _partitions(overview: Overview) -> Iterator[Concern]:
         severity, wording, todo = _PARTITIONS.get(
             state, (Severity.BAD, f"are {state}", "See the owner's log.")
         )
-        named = ", ".join(map(str, numbers[:20])) + (" …" if len(numbers) > 20 else "")
-        noun = "Half partition" if len(numbers) == 1 else "Half partitions"
         yield Concern(
             severity,
             "TxBrokerNotReady",
-            f"{noun} {named} {_agree(wording, len(numbers))}",
+            f"{sentence(_numbered(numbers))} {_agree(wording, len(numbers))}",
             whys[state],
             todo,
             (("Half partitions", "/#partitions"),),
@@ -284,12 +282,12 @@ def _stalled(overview: Overview) -> Iterator[Concern]:
     late = [p for p in overview.partitions if (p.oldest_committed_age_s or 0.0) > COMMITTED_AGE_S]
     if late:
         worst = max(p.oldest_committed_age_s or 0.0 for p in late)
-        numbers = ", ".join(str(p.partition) for p in late[:20])
+        which = _numbered([p.partition for p in late])
         yield Concern(
             Severity.BAD,
             "TxBrokerPromotionStalled",
             "Committed messages do not become visible",
-            f"The oldest commit waits for {age(worst)}, in half partition {numbers}.",
+            f"The oldest commit waits for {age(worst)}, in {which}.",
             "A target topic may have no leader. Check the oldest committed ones, and Kafka.",
             (("Committed transactions", link("/transactions", state=State.COMMITTED)),),
         )
@@ -477,23 +475,14 @@ def _old(overview: Overview) -> Iterator[Concern]:
     old = [group for group in overview.groups if _is_old(group)]
     if old:
         worst = max(old, key=lambda group: group.oldest_pending_age_s or 0.0)
+        query = {"state": State.PENDING, "group": worst.group, "older": f"{round(PENDING_AGE_S)}"}
         yield Concern(
             Severity.WARN,
             "TxBrokerPendingTooOld",
             f"Transactions are undecided for up to {age(worst.oldest_pending_age_s)}",
             _named("Group", [group.group for group in old]),
             "See the answers of the group's checks: they may repeat “not yet”.",
-            (
-                (
-                    "The oldest",
-                    link(
-                        "/transactions",
-                        state=State.PENDING,
-                        group=worst.group,
-                        older=f"{round(PENDING_AGE_S)}",
-                    ),
-                ),
-            ),
+            (("The oldest", link("/transactions", **query)),),
             groups=tuple(group.group for group in old),
         )
 

@@ -1,24 +1,16 @@
 """Facts that several pages ask the service for: the overview, and the last hour."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from msgspec import structs
 
 from txbroker.contract.service import History, HistoryEvent, HistoryRequest, Overview
 from txbroker.principals import Role
 from txbroker.proxy.console.actions import Action
-from txbroker.proxy.console.charts import SPAN_WORDS, SPANS, Chart, charts_of, events_of
+from txbroker.proxy.console.charts import SPANS, Chart, charts_of, events_of
 from txbroker.proxy.console.site import PageRequest
 from txbroker.proxy.http.context import seen_by
-
-EVENT_WORDS = {
-    "start": "Proxy started",
-    "takeover": "Took over",
-    "handover": "Gave away",
-    "problem": "Began:",
-    "solved": "Over:",
-}
 
 
 async def overview_of(request: PageRequest) -> Overview:
@@ -33,33 +25,13 @@ def actions_of(request: PageRequest) -> Iterable[Action]:
     return Action if request.principal.role is Role.OPERATOR else ()
 
 
-@dataclass(frozen=True)
-class Hour:
-    """The last hour, or the part of it that the page shows.
-
-    Attributes:
-        span: the part, one of `spans`.
-        words: the same in words.
-        history: what it was made of.
-    """
+class Hour(NamedTuple):
+    """The last hour, or the part of it that the page shows: one of `SPANS`."""
 
     span: str
-    words: str
     charts: Sequence[Chart]
     events: Sequence[HistoryEvent]
     history: History
-    spans: Sequence[str] = tuple(SPANS)
-    kinds: Mapping[str, str] = field(default_factory=lambda: EVENT_WORDS)
-
-    @property
-    def complete(self) -> bool:
-        """Whether all proxies answered."""
-        return self.history.complete
-
-    @property
-    def has_medians(self) -> bool:
-        """Whether a chart shows latencies."""
-        return any(line.faint for chart in self.charts for line in chart.lines)
 
 
 async def hour_of(request: PageRequest, group: str = "") -> Hour:
@@ -74,5 +46,4 @@ async def hour_of(request: PageRequest, group: str = "") -> Hour:
         found = await service.history(HistoryRequest(group, SPANS[span]))
     begin_ms = now_ms - SPANS[span] * 1000
     seen = seen_by(found, request.principal)
-    words = SPAN_WORDS[span]
-    return Hour(span, words, charts_of(seen, begin_ms, now_ms), events_of(seen, begin_ms), seen)
+    return Hour(span, charts_of(seen, begin_ms, now_ms), events_of(seen, begin_ms), seen)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from txbroker.contract.policy import GroupPolicy
 from txbroker.contract.service import INSTANCES_SHOWN_MAX, GroupOverview, HistoryRequest, Overview
+from txbroker.proxy.console.actions import Action
 from txbroker.proxy.console.facts import actions_of, hour_of, overview_of
 from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
 from txbroker.proxy.http.context import seen_by
@@ -13,12 +14,6 @@ from txbroker.proxy.observe.counting import ACTIONS_MAX
 
 GROUPS_SHOWN_MAX = 250
 CHECKS_SHOWN_MAX = 20
-ACTION_WORDS = {
-    "commit": "Committed",
-    "rollback": "Rolled back",
-    "revive": "Revived",
-    "check": "Had checked",
-}
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,7 @@ async def audit(request: PageRequest) -> HtmlPage | Redirect:
         "since_ms": max((at_ms for _, at_ms in since), default=None),
         "older": since if len({at_ms for _, at_ms in since}) > 1 else (),
         "most": ACTIONS_MAX,
-        "words": ACTION_WORDS,
+        "words": {action.word: action.done for action in Action},
     }
     return HtmlPage("audit.html", values)
 
