@@ -14,7 +14,8 @@ import aiohttp
 from yarl import URL
 
 from tests.kit.service import Service
-from tests.kit.until import unique
+from tests.kit.until import until
+from txbroker.core.records import Message
 
 TOKEN = "a-token-of-the-tests"
 _VOID = frozenset(
@@ -138,6 +139,16 @@ class Reader:
         async with self.http.get(path, headers=sent, allow_redirects=follow) as answer:
             return await _seen(answer)
 
+    async def until(self, path: str, *texts: str) -> Seen:
+        """Open a page until it shows all these texts."""
+
+        async def shown() -> Seen | None:
+            seen = await self.open(path)
+            return seen if all(text in seen.text for text in texts) else None
+
+        seen: Seen = await until(shown)
+        return seen
+
     async def send(
         self, path: str, fields: dict[str, str], *, follow: bool = True, **headers: str
     ) -> Seen:
@@ -177,5 +188,18 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
         return dict(json.load(answer))
 
 
-async def topic_of(service: Service) -> str:
-    return await service.world.create_topic(unique("topic"))
+async def pending(service: Service, count: int = 1, **fields: Any) -> list[str]:
+    """Prepare transactions, each with a message to the same new topic; return their ids."""
+    message = Message(await service.topic(), b"k", b"v")
+    return [await service.prepare(message, **fields) for _ in range(count)]
+
+
+async def parked(
+    service: Service, count: int = 1, answer: dict[str, Any] | int | None = None
+) -> tuple[str, list[str]]:
+    """Return a group whose only check brings no decision, and parked transactions of it."""
+    group = await service.group(answer or {"decision": "unknown"}, attempts_max=1, timeout_s=0.1)
+    ids = await pending(service, count, group=group)
+    for id in ids:
+        await service.reaches(id, "parked")
+    return group, ids

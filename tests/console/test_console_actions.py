@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.console.console_world import Reader, Seen, reader_of, topic_of
+from tests.console.console_world import Reader, Seen, parked, pending, reader_of
 from tests.kit.cluster import Proxies
 from tests.kit.service import Service
 from tests.kit.until import unique
@@ -14,11 +14,6 @@ from txbroker.contract.service import DecideRequest, TransactionStatus
 from txbroker.core.records import Message
 from txbroker.errors import OwnerUnavailable
 from txbroker.proxy.console import actions
-
-
-async def pending(service: Service, count: int, group: str) -> list[str]:
-    topic = await topic_of(service)
-    return [await service.prepare(Message(topic, b"k", b"v"), group=group) for _ in range(count)]
 
 
 async def confirmed(reader: Reader, asked: Seen, reason: str = "a test", **fields: str) -> Seen:
@@ -31,7 +26,7 @@ async def confirmed(reader: Reader, asked: Seen, reason: str = "a test", **field
 
 
 async def test_transaction_is_committed_after_a_preview(service: Service, reader: Reader) -> None:
-    topic = await topic_of(service)
+    topic = await service.topic()
     id = await service.prepare(Message(topic, b"k", b"v"))
     shown = await reader.open(f"/transactions/{id}")
     asked = await reader.open(shown.link("Commit…"))
@@ -49,7 +44,7 @@ async def test_transaction_is_committed_after_a_preview(service: Service, reader
 
 
 async def test_author_is_remembered_for_the_next_form(service: Service, reader: Reader) -> None:
-    first, second = await pending(service, 2, unique("group"))
+    first, second = await pending(service, 2)
     await reader.act(f"/actions/rollback?id={first}", reason="test", by="Grâce 😀")
     asked = await reader.open(f"/actions/rollback?id={second}")
     assert asked.form("/actions/")["by"] == "Grâce 😀"
@@ -57,15 +52,13 @@ async def test_author_is_remembered_for_the_next_form(service: Service, reader: 
 
 async def test_check_is_requested(service: Service, reader: Reader) -> None:
     group = await service.group({"decision": "rollback"}, check_after_s=3600)
-    id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+    (id,) = await pending(service, group=group)
     await reader.act(f"/actions/check?id={id}")
     await service.reaches(id, "rolled_back")
 
 
 async def test_parked_transaction_is_revived(service: Service, reader: Reader) -> None:
-    group = await service.group({"decision": "unknown"}, attempts_max=1, timeout_s=0.1)
-    id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
-    await service.reaches(id, "parked")
+    group, (id,) = await parked(service)
     service.desk.answers[group] = [{"decision": "rollback"}]
     await reader.act(f"/actions/revive?id={id}", reason="check mended")
     shown = await service.reaches(id, "rolled_back")
@@ -73,7 +66,7 @@ async def test_parked_transaction_is_revived(service: Service, reader: Reader) -
 
 
 async def test_transaction_decided_meanwhile_is_unchanged(service: Service, reader: Reader) -> None:
-    (id,) = await pending(service, 1, unique("group"))
+    (id,) = await pending(service)
     asked = await reader.open(f"/actions/commit?id={id}")
     await service.act(id, "rollback")
     done = await confirmed(reader, asked, "late")
@@ -89,7 +82,7 @@ async def test_transaction_decided_meanwhile_is_unchanged(service: Service, read
 
 async def test_only_matching_transactions_are_rolled_back(service: Service, reader: Reader) -> None:
     group, other = unique("group"), unique("group")
-    ids, left = await pending(service, 12, group), await pending(service, 2, other)
+    ids, left = await pending(service, 12, group=group), await pending(service, 2, group=other)
     listed = await reader.open(f"/transactions?state=pending&group={group}")
     asked = await reader.open(listed.link("Roll back…"))
     assert asked.main.one("h1").text == "Roll back 12 transactions"
@@ -104,7 +97,7 @@ async def test_only_matching_transactions_are_rolled_back(service: Service, read
 async def test_transaction_prepared_after_preview_is_unchanged(
     service: Service, reader: Reader
 ) -> None:
-    group, topic = unique("group"), await topic_of(service)
+    group, topic = unique("group"), await service.topic()
     id = await service.prepare(Message(topic, b"k", b"v"), group=group)
     asked = await reader.open(f"/actions/rollback?state=pending&group={group}")
     late = await service.prepare(Message(topic, b"k", b"v"), group=group)
@@ -120,7 +113,7 @@ async def test_transaction_parked_after_preview_is_unchanged(
     knows_not = {"decision": "unknown"}
     away = await service.group(503, attempts_max=1, timeout_s=0.1)
     here = await service.group(knows_not, attempts_max=1, timeout_s=0.1)
-    topic = await topic_of(service)
+    topic = await service.topic()
     # Prepared before the previewed one, so the time of the prepare does not distinguish them.
     late = await service.prepare(Message(topic, b"k", b"v"), group=away)
     id = await service.prepare(Message(topic, b"k", b"v"), group=here)
@@ -135,11 +128,8 @@ async def test_transaction_parked_after_preview_is_unchanged(
 
 
 async def test_bulk_decision_excludes_pending(service: Service, reader: Reader) -> None:
-    group = await service.group({"decision": "unknown"}, attempts_max=1, timeout_s=0.1)
-    message = Message(await topic_of(service), b"k", b"v")
-    id = await service.prepare(message, group=group)
-    await service.reaches(id, "parked")
-    left = await service.prepare(message, group=group, check_after_s=3600)
+    group, (id,) = await parked(service)
+    (left,) = await pending(service, group=group, check_after_s=3600)
     asked = await reader.open(f"/actions/commit?group={group}")
     assert asked.listed() == [id]
     assert "Pending transactions are excluded" in asked.text
@@ -153,7 +143,7 @@ async def test_bulk_action_is_bounded(
 ) -> None:
     monkeypatch.setattr(actions, "BULK_MAX", 3)
     group = unique("group")
-    ids = await pending(service, 5, group)
+    ids = await pending(service, 5, group=group)
     asked = await reader.open(f"/actions/rollback?state=pending&group={group}")
     assert asked.main.one("h1").text == "Roll back 3 transactions the first of more"
     await reader.act(f"/actions/rollback?state=pending&group={group}", reason="first")
@@ -167,7 +157,7 @@ async def test_failures_are_listed_and_the_rest_is_done(
     service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = unique("group")
-    ids = await pending(service, 3, group)
+    ids = await pending(service, 3, group=group)
     decide: Callable[[DecideRequest], Awaitable[TransactionStatus]] = service.proxy.cluster.decide
 
     async def failing(request: DecideRequest) -> TransactionStatus:
@@ -188,7 +178,7 @@ async def test_untried_transactions_are_counted(
 ) -> None:
     monkeypatch.setattr(actions, "BULK_S", 0.0)
     group = unique("group")
-    ids = await pending(service, 2, group)
+    ids = await pending(service, 2, group=group)
     done = await reader.act(f"/actions/rollback?state=pending&group={group}", reason="a test")
     assert "2 transactions were not tried" in done.text
     assert {await service.state(id) for id in ids} == {"pending"}
@@ -196,7 +186,7 @@ async def test_untried_transactions_are_counted(
 
 async def test_any_proxy_acts_on_all_partitions(proxies: Proxies) -> None:
     one, _ = await proxies.add("one", "two")
-    topic, group = await topic_of(one), unique("group")
+    topic, group = await one.topic(), unique("group")
     ids = [await proxies.prepare_in(p, topic, one, group=group) for p in range(proxies.partitions)]
     async with reader_of(one.proxy.url) as reader:
         asked = await reader.open(f"/actions/commit?state=pending&group={group}")
@@ -211,7 +201,7 @@ async def test_any_proxy_acts_on_all_partitions(proxies: Proxies) -> None:
 
 async def test_unknown_filter_is_refused_by_actions(service: Service, reader: Reader) -> None:
     group = unique("group")
-    (id,) = await pending(service, 1, group)
+    (id,) = await pending(service, group=group)
     path = f"/actions/rollback?state=pending&group={group}"
     assert (await reader.open(f"{path}&older_than_s=600")).status == 400
     done = await reader.act(path, reason="a test", older_than_s="600")
@@ -225,7 +215,7 @@ async def test_unknown_filter_is_refused_by_actions(service: Service, reader: Re
 
 @pytest.mark.parametrize("reason", ["", "  ", "x" * 1001, "line\nbreak"])
 async def test_decision_needs_a_valid_reason(service: Service, reader: Reader, reason: str) -> None:
-    (id,) = await pending(service, 1, unique("group"))
+    (id,) = await pending(service)
     done = await reader.act(f"/actions/commit?id={id}", reason=reason)
     assert done.status == 400
     assert "reason" in done.text
@@ -233,7 +223,7 @@ async def test_decision_needs_a_valid_reason(service: Service, reader: Reader, r
 
 
 async def test_form_of_another_visitor_is_refused(service: Service, reader: Reader) -> None:
-    (id,) = await pending(service, 1, unique("group"))
+    (id,) = await pending(service)
     path = f"/actions/commit?id={id}"
     form = {**(await reader.open(path)).form("/actions/"), "reason": "mine"}
     forged = {name: value for name, value in form.items() if name != "form_secret"}
@@ -250,7 +240,7 @@ async def test_form_of_another_visitor_is_refused(service: Service, reader: Read
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:1"])
 async def test_cross_site_form_is_refused(service: Service, reader: Reader, origin: str) -> None:
-    (id,) = await pending(service, 1, unique("group"))
+    (id,) = await pending(service)
     form = {**(await reader.open(f"/actions/commit?id={id}")).form("/actions/"), "reason": "x"}
     refused = await reader.send("/actions/commit", form, Origin=origin)
     assert refused.status == 403
@@ -260,7 +250,7 @@ async def test_cross_site_form_is_refused(service: Service, reader: Reader, orig
 
 
 async def test_action_accepts_forms_only(service: Service, reader: Reader) -> None:
-    (id,) = await pending(service, 1, unique("group"))
+    (id,) = await pending(service)
     form = {**(await reader.open(f"/actions/commit?id={id}")).form("/actions/"), "reason": "x"}
     async with reader.http.post("/actions/commit", json=form) as answer:
         assert answer.status == 415
@@ -275,7 +265,7 @@ async def test_action_accepts_forms_only(service: Service, reader: Reader) -> No
 
 async def test_preview_changes_nothing(service: Service, reader: Reader) -> None:
     group = unique("group")
-    ids = await pending(service, 2, group)
+    ids = await pending(service, 2, group=group)
     for action in ("commit", "rollback", "check", "revive"):
         assert (await reader.open(f"/actions/{action}?group={group}&reason=x")).status == 200
     assert {await service.state(id) for id in ids} == {"pending"}

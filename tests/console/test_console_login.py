@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.console.console_world import TOKEN, Reader, Seen, reader_of, topic_of
+from tests.console.console_world import TOKEN, Reader, Seen, reader_of
 from tests.kit.service import Service
-from tests.kit.until import unique, until
 from txbroker.config.settings import Settings
 from txbroker.contract.service import PrepareRequest
 from txbroker.core.records import Message
@@ -33,8 +32,7 @@ async def log_in(reader: Reader, token: str = TOKEN, path: str = "/", **fields: 
 
 async def prepared(service: Service) -> str:
     """Prepare a transaction past the API, which wants a token."""
-    topic = await topic_of(service)
-    request = PrepareRequest(unique("group"), (Message(topic, b"k", b"v"),))
+    request = PrepareRequest("group", (Message(await service.topic(), b"k", b"v"),))
     return (await service.proxy.cluster.prepare(request)).id
 
 
@@ -137,11 +135,7 @@ async def test_new_token_ends_every_login(stranger: Reader, token_file: Path) ->
     await log_in(stranger)
     assert (await stranger.open("/groups")).url.path == "/groups"
     token_file.write_text("another-token-that-is-longer")
-
-    async def ended() -> bool:
-        return (await stranger.open("/groups")).url.path == "/login"
-
-    await until(ended)
+    await stranger.until("/groups", "Your principal's token")
 
 
 async def test_link_on_another_site_keeps_the_login(stranger: Reader) -> None:

@@ -9,7 +9,7 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
-from tests.console.console_world import Reader, reader_of, topic_of
+from tests.console.console_world import Reader, parked, pending, reader_of
 from tests.kit.cluster import Proxies
 from tests.kit.service import Service
 from tests.kit.until import unique, until
@@ -27,15 +27,6 @@ def plain(text: str) -> str:
     return text.replace("\N{NO-BREAK SPACE}", " ")
 
 
-async def parked(service: Service, topic: str, count: int = 1) -> tuple[str, list[str]]:
-    """Return a group that never knows, and transactions of it that are parked."""
-    group = await service.group({"decision": "unknown"}, attempts_max=1, timeout_s=0.1)
-    ids = [await service.prepare(Message(topic, b"k", b"v"), group=group) for _ in range(count)]
-    for id in ids:
-        await service.reaches(id, "parked")
-    return group, ids
-
-
 # --- overview --------------------------------------------------------------------------------
 
 
@@ -48,7 +39,7 @@ async def test_overview_without_problems(service: Service, reader: Reader) -> No
 
 
 async def test_parked_are_shown_first_with_next_step(service: Service, reader: Reader) -> None:
-    group, ids = await parked(service, await topic_of(service), 2)
+    group, ids = await parked(service, 2)
     seen = await reader.open("/")
     assert "needs action" in seen.main.one("h1").text
     (concern,) = seen.main.all("li", **{"class": "concern is-bad"})
@@ -60,21 +51,16 @@ async def test_parked_are_shown_first_with_next_step(service: Service, reader: R
 
 
 async def test_unreachable_group_is_shown_with_reason(service: Service, reader: Reader) -> None:
-    topic, group = await topic_of(service), await service.group(503)
-    await service.prepare(Message(topic, b"k", b"v"), group=group)
-
-    async def shown_there() -> bool:
-        return f"Group {group} is unreachable" in (await reader.open("/")).text
-
-    await until(shown_there)
-    seen = await reader.open("/")
+    group = await service.group(503)
+    await pending(service, group=group)
+    seen = await reader.until("/", f"Group {group} is unreachable")
     (concern,) = seen.main.all("li", **{"class": "concern is-warn"})
     assert "503" in concern.text
     assert "no attempt is used up" in concern.text
 
 
 async def test_refused_are_shown_with_their_topic(service: Service, reader: Reader) -> None:
-    topic = await topic_of(service)
+    topic = await service.topic()
     id = await service.prepare(Message(topic, b"k", b"v"))
     await service.world.delete_topic(topic)
     await service.act(id, "commit")
@@ -106,13 +92,9 @@ async def test_failing_checks_are_shown_with_the_last_answer(
     service: Service, reader: Reader
 ) -> None:
     group = await service.group(500)
-    await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+    await pending(service, group=group)
     await service.asked_times(group, 3)
-
-    async def shown() -> bool:
-        return f"Checks of group {group} bring no decision" in (await reader.open("/")).text
-
-    await until(shown)
+    await reader.until("/", f"Checks of group {group} bring no decision")
     endpoint = f"{service.desk.url}/check/{group}"
     for path in ("/", "/groups", f"/group?name={quote(group)}"):
         seen = await reader.open(path)
@@ -131,16 +113,14 @@ async def test_failing_checks_are_shown_with_the_last_answer(
 
 async def test_group_with_a_check_url_can_be_asked(service: Service, reader: Reader) -> None:
     group = await service.group({"decision": "unknown"}, check_after_s=3600)
-    await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+    await pending(service, group=group)
     seen = await reader.open("/")
     assert "check URL" in seen.main.one("section", id="groups-first").text
     assert "no instance" not in seen.text
 
 
 async def test_parked_show_why(service: Service, reader: Reader) -> None:
-    group = await service.group(500, attempts_max=1, timeout_s=0.1)
-    id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
-    await service.reaches(id, "parked")
+    group, _ = await parked(service, answer=500)
     assert f"The last answer of {group}: answered 500" in (await reader.open("/")).text
     listed = await reader.open("/transactions?state=parked")
     assert listed.main.one("tbody").one("td", **{"class": "why"}).text == "answered 500"
@@ -153,17 +133,9 @@ async def test_parked_show_why(service: Service, reader: Reader) -> None:
 async def test_numbers_have_their_time_while_kafka_is_silent(
     service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = unique("group")
-    topic = await topic_of(service)
-    for _ in range(3):
-        await service.prepare(Message(topic, b"k", b"v"), group=group)
+    await pending(service, 3)
     monkeypatch.setattr("txbroker.proxy.partition.clock.KAFKA_SILENT_S", 0.0)
     service.world.kafka.go_down()
-
-    async def silent() -> bool:
-        return "Kafka has not answered" in (await reader.open("/")).text
-
-    await until(silent)
 
     async def both() -> bool:
         parts = (await service.get("/v1/overview"))["partitions"]
@@ -172,10 +144,8 @@ async def test_numbers_have_their_time_while_kafka_is_silent(
     await until(both)
     seen = await reader.open("/")
     assert seen.main.one("h1").text.startswith("Kafka has not answered this proxy since 20")
-    pending = seen.main.one("section", id="sums").all("div")[0]
-    assert re.match(
-        r"Pending 3 oldest < 1 s as of 20|Pending 3 oldest \d+ s as of 20", plain(pending.text)
-    )
+    tile = plain(seen.main.one("section", id="sums").all("div")[0].text)
+    assert re.match(r"Pending 3 oldest (< 1|\d+) s as of 20", tile)
     rates = seen.main.one("section", id="sums").one("div", **{"class": "rates"})
     assert [b.text for b in rates.all("b")] == ["–"] * 3
     assert "as of 20" in seen.main.one("section", id="groups-first").text
@@ -197,17 +167,8 @@ async def test_numbers_have_their_time_while_kafka_is_silent(
 
 
 async def test_overview_shows_the_last_hour(service: Service, reader: Reader) -> None:
-    topic = await topic_of(service)
-    for _ in range(3):
-        await service.prepare(Message(topic, b"k", b"v"))
-
-    async def drawn() -> bool:
-        seen = await reader.open("/")
-        waiting = [d.text for d in seen.main.all("desc") if d.attributes["id"] == "waiting-text"]
-        return "pending: now 3, at most 3" in "".join(waiting)
-
-    await until(drawn)
-    seen = await reader.open("/")
+    await pending(service, 3)
+    seen = await reader.until("/", "pending: now 3, at most 3")
     charts = seen.main.one("section", id="past").all("figure")
     titles = [chart.one("strong").text for chart in charts]
     assert titles[:4] == [
@@ -229,7 +190,7 @@ async def test_group_page_shows_checks_instances_and_policy(
     service: Service, reader: Reader
 ) -> None:
     group = await service.group({"decision": "rollback"}, check_after_s=0, attempts_max=7)
-    id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+    (id,) = await pending(service, group=group)
     await service.reaches(id, "rolled_back")
     path = f"/group?name={quote(group)}"
     seen = await reader.open(path)
@@ -238,12 +199,7 @@ async def test_group_page_shows_checks_instances_and_policy(
     assert "Attempts 7" in seen.main.one("section", id="policy").text
     assert "checks go to the check URL" in seen.main.one("section", id="instances").text
     async with service.producer(group, instance="till-7", check=lambda _: Decision.UNKNOWN):
-
-        async def connected() -> bool:
-            return "till-7" in (await reader.open(path)).text
-
-        await until(connected)
-        instances = (await reader.open(path)).main.one("section", id="instances").text
+        instances = (await reader.until(path, "till-7")).main.one("section", id="instances").text
     assert f"till-7 yes 127.0.0.1 txbroker/{__version__}" in instances
     assert instances.endswith(service.proxy.url)
     assert (await reader.open("/group?name=")).status == 400
@@ -283,7 +239,7 @@ async def test_group_page_joins_all_proxies(proxies: Proxies) -> None:
 async def test_operators_actions_are_shown_after_a_restart(
     service: Service, reader: Reader
 ) -> None:
-    group, ids = await parked(service, await topic_of(service), 4)
+    group, ids = await parked(service, 4)
     assert "No operator has acted" in (await reader.open("/audit")).text
     for id in ids[:3]:
         await service.act(id, "rollback", reason="cancelled", by="Ada")
@@ -306,7 +262,7 @@ async def test_operators_actions_are_shown_after_a_restart(
 
 
 async def test_overview_of_100_000_pending_is_quick(service: Service, reader: Reader) -> None:
-    message = Message(await topic_of(service), b"k", b"v")
+    message = Message(await service.topic(), b"k", b"v")
     groups = [f"group-{number}" for number in range(200)]
     for start in range(0, 100_000, 2000):
         for group in groups[start // 2000 :: 50]:
@@ -327,8 +283,8 @@ async def test_overview_of_100_000_pending_is_quick(service: Service, reader: Re
 
 
 async def test_list_is_paged(service: Service, reader: Reader) -> None:
-    topic, group = await topic_of(service), unique("group")
-    ids = [await service.prepare(Message(topic, b"k", b"v"), group=group) for _ in range(55)]
+    group = unique("group")
+    ids = await pending(service, 55, group=group)
     seen = await reader.open(f"/transactions?group={group}&state=&topic=&older=")
     assert len(seen.listed()) == 50
     assert not seen.links("First page")
@@ -342,7 +298,7 @@ async def test_list_is_paged(service: Service, reader: Reader) -> None:
 
 
 async def test_a_list_is_filtered(service: Service, reader: Reader) -> None:
-    topic, other, group = await topic_of(service), await topic_of(service), unique("group")
+    topic, other, group = await service.topic(), await service.topic(), unique("group")
     mine = await service.prepare(Message(topic, b"k", b"v"), group=group)
     elsewhere = await service.prepare(Message(other, b"k", b"v"), group=group)
     gone = await service.prepare(Message(topic, b"k", b"v"), group=group)
@@ -377,7 +333,7 @@ async def test_invalid_filter_answers_with_a_page(reader: Reader, query: str) ->
 
 
 async def test_search_field_takes_id_record_and_key(service: Service, reader: Reader) -> None:
-    topic, key = await topic_of(service), unique("order")
+    topic, key = await service.topic(), unique("order")
     id = await service.prepare(Message(topic, key.encode(), b"v"))
     await service.commit(id)
     for text in (f" {id.lower()} ", f"{topic}/0@0"):
@@ -402,7 +358,7 @@ async def test_search_goes_on_page_by_page(
 ) -> None:
     monkeypatch.setattr(scan, "BLOCK", 2)
     monkeypatch.setattr(search, "PAGE_ROWS", 2)
-    topic, group = await topic_of(service), unique("many")
+    topic, group = await service.topic(), unique("many")
     ids = [await service.prepare(Message(topic, b"k", b"v"), group=group) for _ in range(5)]
     for id in ids:
         await service.act(id, "rollback")
@@ -417,7 +373,7 @@ async def test_search_goes_on_page_by_page(
 
 
 async def test_what_memory_lost_is_shown_or_named(service: Service, reader: Reader) -> None:
-    topic = await topic_of(service)
+    topic = await service.topic()
     id = await service.prepare(Message(topic, b"k", b"v"))
     await service.commit(id, reason="paid")
     for owner in service.proxy.broker.partitions.open().values():
@@ -440,7 +396,7 @@ async def test_what_memory_lost_is_shown_or_named(service: Service, reader: Read
 
 
 async def test_timeline_shows_each_event(service: Service, reader: Reader) -> None:
-    topic = await topic_of(service)
+    topic = await service.topic()
     group = await service.group({"decision": "commit"})
     id = await service.prepare(Message(topic, b"k", b"v"), group=group)
     await service.reaches(id, "promoted")
@@ -455,7 +411,7 @@ async def test_timeline_shows_each_event(service: Service, reader: Reader) -> No
 
 
 async def test_content_is_hidden_until_requested(service: Service, reader: Reader) -> None:
-    topic = await topic_of(service)
+    topic = await service.topic()
     headers = (("trace", b"secret-header"), ("none", None))
     message = Message(topic, b"\xff\x00", HOSTILE.encode(), headers)
     id = await service.prepare(message, Message(topic, b"k", None))
@@ -474,7 +430,7 @@ async def test_content_is_hidden_until_requested(service: Service, reader: Reade
 
 async def test_groups_show_how_they_are_checked(service: Service, reader: Reader) -> None:
     registered, away, connected = await service.group(200), await service.group(503), unique("g")
-    id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=away)
+    (id,) = await pending(service, group=away)
     async with (
         service.producer(connected, instance="till-7", check=lambda _: Decision.UNKNOWN),
         service.producer(connected, instance="web-1"),  # which cannot be asked
@@ -506,7 +462,7 @@ async def test_groups_show_how_they_are_checked(service: Service, reader: Reader
 
 async def test_reachable_group_shows_no_waiting_note(service: Service, reader: Reader) -> None:
     group = await service.group({"decision": "unknown"}, check_after_s=0, check_interval_s=3600)
-    id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
+    (id,) = await pending(service, group=group)
 
     async def asked() -> bool:
         return (await service.show(id))["attempts"] == 1
@@ -531,22 +487,14 @@ async def test_token_in_a_check_url_is_hidden(service: Service, reader: Reader) 
 async def test_undecided_answer_is_on_the_page_of_the_transaction(
     service: Service, reader: Reader
 ) -> None:
-    topic = await topic_of(service)
-    group = await service.group(500, attempts_max=5, check_after_s=0.0, check_interval_s=60)
-    id = await service.prepare(Message(topic, b"k", b"v"), group=group)
-    await service.asked_times(group, 1)
-
-    async def shown() -> str | None:
-        text = (await reader.open(f"/transactions/{id}")).text
-        return text if "without a decision" in text else None
-
-    text = await until(shown)
-    assert f"/check/{group}" in text
-    assert "answered 500" in text
+    group = await service.group(500, attempts_max=5, check_interval_s=60)
+    (id,) = await pending(service, group=group)
+    texts = ("without a decision", f"/check/{group}", "answered 500")
+    await reader.until(f"/transactions/{id}", *texts)
 
 
 async def test_hostile_names_are_escaped(service: Service, reader: Reader) -> None:
-    topic = await topic_of(service)
+    topic = await service.topic()
     group = f"{HOSTILE}{unique('g')}"
     message = Message(topic, b"k", b"v", ((HOSTILE, b"v"),))
     id = await service.prepare(message, group=group, order_key=HOSTILE)
@@ -580,7 +528,7 @@ async def test_hostile_names_are_escaped(service: Service, reader: Reader) -> No
 
 
 async def every_page(service: Service, reader: Reader) -> list[tuple[str, Any]]:
-    group, (id,) = await parked(service, await topic_of(service))
+    group, (id,) = await parked(service)
     paths = [
         "/", "/transactions", "/transactions?state=parked", f"/transactions/{id}",
         f"/transactions/{id}?bodies=1", "/groups", f"/group?name={group}",
