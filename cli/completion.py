@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from txbroker.cli.client import client_of
 from txbroker.cli.options import SectionedCommand
-from txbroker.cli.output import duration, printable
+from txbroker.cli.output import printable, since
 
 WITHIN_S = 0.6
 """Timeout of a completion: with Python's start it stays below a second."""
@@ -24,6 +24,7 @@ _SHELLS = ("bash", "zsh", "fish")
 _HARMLESS = re.compile(r"[\w.@:/+%][\w.@:/+=%-]*")
 _TRANSACTIONS_MAX = 200
 
+F = TypeVar("F", bound=Callable[..., Any])
 Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem[str]]"]
 
 
@@ -76,6 +77,16 @@ def complete_topics(
     return _offered(look, incomplete)
 
 
+def group_option(text: str) -> Callable[[F], F]:
+    """Return the decorator that gives a command `--group`."""
+    return click.option("--group", metavar="NAME", shell_complete=complete_groups, help=text)
+
+
+def topic_option(text: str) -> Callable[[F], F]:
+    """Return the decorator that gives a command `--topic`."""
+    return click.option("--topic", metavar="NAME", shell_complete=complete_topics, help=text)
+
+
 def complete_ids(states: Iterable[str]) -> Complete:
     """Return the completion of ids of transactions in these states."""
     states = tuple(states)
@@ -88,7 +99,7 @@ def complete_ids(states: Iterable[str]) -> Complete:
             given = set(context.params.get("ids") or ())
             for state in states:
                 for row in client.transactions(_TRANSACTIONS_MAX, state=state):
-                    age = duration(time.time() - row["prepared_at_ms"] / 1000)
+                    age = since(row["prepared_at_ms"])
                     if row["id"] not in given:
                         yield row["id"], f"{row['state']} for {age}, {row['group']}"
 

@@ -272,22 +272,22 @@ def _decode(data: Mapping[str, Any]) -> tuple[str, dict[str, Context]]:
 
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 _TLS = (
-    TableColumn("CA FILE", lambda row: row["ca_file"], wide=True),
-    TableColumn("CLIENT CERT FILE", lambda row: row["client_cert_file"], wide=True),
-    TableColumn("CLIENT KEY FILE", lambda row: row["client_key_file"], wide=True),
+    TableColumn("CA FILE", wide=True),
+    TableColumn("CLIENT CERT FILE", wide=True),
+    TableColumn("CLIENT KEY FILE", wide=True),
 )
 COLUMNS = (
     TableColumn("CURRENT", lambda row: "*" if row["current"] else " ", rank=1),
-    TableColumn("NAME", lambda row: row["name"], keep=True),
-    TableColumn("URL", lambda row: row["url"], keep=True),
-    TableColumn("TOKEN FILE", lambda row: row["token_file"]),
+    TableColumn("NAME", keep=True),
+    TableColumn("URL", keep=True),
+    TableColumn("TOKEN FILE"),
     *_TLS,
 )
 CHOSEN = (
-    TableColumn("URL", lambda row: row["url"], keep=True),
-    TableColumn("TOKEN FILE", lambda row: row["token_file"]),
+    TableColumn("URL", keep=True),
+    TableColumn("TOKEN FILE"),
     *_TLS,
-    TableColumn("CONTEXT", lambda row: row["context"]),
+    TableColumn("CONTEXT"),
     TableColumn("BECAUSE OF", lambda row: row["source"]),
 )
 

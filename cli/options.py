@@ -138,6 +138,15 @@ def reason_option(*, required: bool = False) -> Callable[[F], F]:
     )
 
 
+def limit_option(text: str, default: int | None = None) -> Callable[[F], F]:
+    """Return the decorator that gives a command `--limit`, a maximum number."""
+    kind = click.IntRange(min=1)
+    shown = default is not None
+    return click.option(
+        "--limit", type=kind, default=default, show_default=shown, metavar="N", help=text
+    )
+
+
 def require_terminal(yes: bool) -> None:
     """Refuse to ask for confirmation where stdin is no terminal."""
     if not yes and not sys.stdin.isatty():

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -39,7 +40,7 @@ class TableColumn(NamedTuple):
 
     Attributes:
         title: its heading; `--columns` takes it in any case, with `_` or `-` for spaces.
-        value: returns a row's value.
+        given: returns a row's value; None: the field of the column's name.
         wide: only `-o wide` and CSV show it.
         keep: identifies the row, so a narrow terminal neither leaves it out nor shortens it.
         rank: of the others, a narrow terminal leaves out those of the greatest rank first; of
@@ -48,7 +49,7 @@ class TableColumn(NamedTuple):
     """
 
     title: str
-    value: Callable[[Row], object]
+    given: Callable[[Row], object] | None = None
     wide: bool = False
     keep: bool = False
     rank: int = 2
@@ -58,6 +59,10 @@ class TableColumn(NamedTuple):
     def name(self) -> str:
         """The name in `--columns`, CSV and JSON."""
         return self.title.lower().replace(" ", "_")
+
+    def value(self, row: Row) -> object:
+        """Return a row's value."""
+        return row.get(self.name) if self.given is None else self.given(row)
 
 
 class FittedTable(NamedTuple):
@@ -303,6 +308,11 @@ def clock(at_ms: int | None) -> str:
     return f"{moment:%Y-%m-%d %H:%M:%S}.{moment.microsecond // 1000:03}Z"
 
 
+def since(at_ms: int) -> str:
+    """Return the time that has passed since a time in milliseconds since 1970."""
+    return duration(time.time() - at_ms / 1000)
+
+
 def duration(seconds: float) -> str:
     """Return a time span in its one or two largest units, such as `2m05s`."""
     whole = max(0, round(seconds))
@@ -345,6 +355,21 @@ def _scalar(value: Any) -> str:
     if isinstance(value, float) and "e" in text and "." not in text:
         text = text.replace("e", ".0e")  # YAML 1.1 would read 1e-05 as text
     return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+@contextmanager
+def progress(*, hidden: bool = False) -> Iterator[Callable[[float, str], None]]:
+    """Yield what shows a part of 1 and a text as a progress bar: on stderr, on a terminal only."""
+    if hidden or not sys.stderr.isatty():
+        yield lambda done, text: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda done, text: bar.update(task, completed=done, description=text)
 
 
 @contextmanager

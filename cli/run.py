@@ -60,15 +60,7 @@ def _ascii_codec(name: str) -> codecs.CodecInfo | None:
     if name != _ASCII:
         return None
     plain = codecs.lookup("ascii")
-    return codecs.CodecInfo(
-        plain.encode,
-        plain.decode,
-        plain.streamreader,
-        plain.streamwriter,
-        plain.incrementalencoder,
-        plain.incrementaldecoder,
-        name,
-    )
+    return codecs.CodecInfo(*plain, plain.incrementalencoder, plain.incrementaldecoder, name)
 
 
 def _suit_terminal() -> None:

@@ -26,41 +26,41 @@ EXAMPLES_SHOWN = 10
 HELD_SHOWN = 5
 
 RUNS = (
-    TableColumn("RUN", lambda row: row["run"], keep=True),
-    TableColumn("MODE", lambda row: row["mode"]),
+    TableColumn("RUN", keep=True),
+    TableColumn("MODE"),
     TableColumn("STARTED", lambda row: clock(row["started_ms"])),
     TableColumn("TOOK", lambda row: duration(row["took_s"])),
-    TableColumn("TRANSACTIONS", lambda row: row["transactions"]),
+    TableColumn("TRANSACTIONS"),
     TableColumn("PENDING", lambda row: row["states"].get("pending", 0), rank=1),
     TableColumn("DRIFT", lambda row: sum(row["drift"].values()), rank=1),
     TableColumn("KINDS", lambda row: ", ".join(row["drift"]), text=True),
-    TableColumn("CARRIED", lambda row: row["carried"], wide=True),
-    TableColumn("QUARANTINED", lambda row: row["quarantined"], wide=True),
+    TableColumn("CARRIED", wide=True),
+    TableColumn("QUARANTINED", wide=True),
     TableColumn("TAKEN", lambda row: sum(row["taken"].values()), wide=True),
 )
 ONE = (
-    TableColumn("WHAT", lambda row: row["what"], keep=True),
-    TableColumn("COUNT", lambda row: row["count"], keep=True),
+    TableColumn("WHAT", keep=True),
+    TableColumn("COUNT", keep=True),
     TableColumn("DRIFT", lambda row: "yes" if row["drift"] else "", rank=1),
-    TableColumn("MEANS", lambda row: row["means"], text=True),
+    TableColumn("MEANS", text=True),
 )
 EXAMPLES = (
-    TableColumn("ID", lambda row: row["id"], keep=True),
+    TableColumn("ID", keep=True),
     TableColumn("GROUP", lambda row: row["grp"]),
     TableColumn("FINDINGS", lambda row: ", ".join(row["findings"]), text=True),
-    TableColumn("WHY", lambda row: row["why"], text=True),
+    TableColumn("WHY", text=True),
 )
 
 SET_ASIDE = (
-    TableColumn("TOPIC", lambda row: row["topic"], keep=True),
-    TableColumn("PARTITION", lambda row: row["partition"], keep=True),
-    TableColumn("OFFSET", lambda row: row["offset"], keep=True),
+    TableColumn("TOPIC", keep=True),
+    TableColumn("PARTITION", keep=True),
+    TableColumn("OFFSET", keep=True),
     TableColumn("OURS", lambda row: "yes" if row["own"] else ""),
-    TableColumn("WHY", lambda row: row["why"], text=True),
+    TableColumn("WHY", text=True),
 )
 UNREAD = (
     TableColumn("TARGET NOT READABLE", lambda row: row["topic"], keep=True),
-    TableColumn("WHY", lambda row: row["why"], text=True),
+    TableColumn("WHY", text=True),
 )
 MISSING = (
     TableColumn("MISSING TARGET", lambda row: row["topic"], keep=True),

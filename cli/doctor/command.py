@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from txbroker.cli.doctor.report import (
 )
 from txbroker.cli.doctor.subject import HttpProxies, Subject, Unavailable
 from txbroker.cli.options import FILE, SectionedCommand, env_option
+from txbroker.cli.output import has_colours
 from txbroker.cli.run import FAILED, usage_errors
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from
 from txbroker.config.addresses import check_url, read_secret
@@ -168,8 +168,7 @@ def _show(report: DoctorReport, output: str) -> None:
     elif output == "prometheus":
         click.echo("\n".join(as_prometheus(report)))
     else:
-        colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        click.echo("\n".join(table(report, colours=colours)))
+        click.echo("\n".join(table(report, colours=has_colours(sys.stdout))))
     click.echo(summary(report), err=True)
 
 

@@ -73,7 +73,7 @@ COLUMNS = (
     TableColumn("KEY", _content("key"), rank=1),
     TableColumn("VALUE", _content("value"), rank=0, text=True),
     TableColumn("HEADERS", _headers, rank=3, text=True),
-    TableColumn("ID", lambda row: row["id"], rank=2),
+    TableColumn("ID", rank=2),
     TableColumn("TIME", lambda row: clock(row["timestamp_ms"]), rank=4),
     TableColumn("SEQUENCE", _header(_SEQUENCE), wide=True),
 )

@@ -1,69 +1,64 @@
 """What `txbroker consumers` shows: rows, columns and keys."""
 
 import base64
-import time
 from collections.abc import Sequence
 
 import click
 
-from txbroker.cli.output import Row, TableColumn, clock, duration
+from txbroker.cli.output import Row, TableColumn, clock, duration, since
 from txbroker.consumer.operations.copies import DeadLetter, SetAsideKey
 from txbroker.consumer.operations.groups import GroupView, PartitionView, StepView
 
 _HEX, _BASE64 = "hex:", "base64:"
 
 
-def _age(row: Row) -> str:
-    return duration(time.time() - row["since_ms"] / 1000)
-
-
 LIST_COLUMNS = (
-    TableColumn("GROUP", lambda row: row["group"], keep=True),
-    TableColumn("STATE", lambda row: row["state"], rank=1),
-    TableColumn("MEMBERS", lambda row: row["members"]),
-    TableColumn("PARTITIONS", lambda row: row["partitions"]),
-    TableColumn("LAG", lambda row: row["lag"], rank=1),
-    TableColumn("ASIDE KEYS", lambda row: row["aside_keys"], rank=1),
-    TableColumn("DEAD LETTERS", lambda row: row["dead_letters"], rank=1),
+    TableColumn("GROUP", keep=True),
+    TableColumn("STATE", rank=1),
+    TableColumn("MEMBERS"),
+    TableColumn("PARTITIONS"),
+    TableColumn("LAG", rank=1),
+    TableColumn("ASIDE KEYS", rank=1),
+    TableColumn("DEAD LETTERS", rank=1),
     TableColumn("TOPICS", lambda row: ", ".join(row["topics"]), wide=True),
 )
 PARTITION_COLUMNS = (
-    TableColumn("TOPIC", lambda row: row["topic"], keep=True),
-    TableColumn("PARTITION", lambda row: row["partition"], keep=True),
-    TableColumn("OWNER", lambda row: row["owner"]),
-    TableColumn("POSITION", lambda row: row["position"], rank=1),
-    TableColumn("END", lambda row: row["end"], rank=1),
-    TableColumn("LAG", lambda row: row["lag"], rank=1),
-    TableColumn("DONE AHEAD", lambda row: row["done_ahead"]),
-    TableColumn("ASIDE KEYS", lambda row: row["aside_keys"], rank=1),
-    TableColumn("TOKEN", lambda row: row["token"]),
-    TableColumn("METADATA", lambda row: row["metadata"], wide=True),
+    TableColumn("TOPIC", keep=True),
+    TableColumn("PARTITION", keep=True),
+    TableColumn("OWNER"),
+    TableColumn("POSITION", rank=1),
+    TableColumn("END", rank=1),
+    TableColumn("LAG", rank=1),
+    TableColumn("DONE AHEAD"),
+    TableColumn("ASIDE KEYS", rank=1),
+    TableColumn("TOKEN"),
+    TableColumn("METADATA", wide=True),
 )
 STEP_COLUMNS = (
-    TableColumn("STEP", lambda row: row["step"], keep=True),
+    TableColumn("STEP", keep=True),
     TableColumn("DELAY", lambda row: duration(row["delay_s"])),
-    TableColumn("MESSAGES", lambda row: row["messages"], rank=1),
+    TableColumn("MESSAGES", rank=1),
     TableColumn("NEXT IS DUE", lambda row: clock(row["due_ms"])),
 )
 ASIDE_COLUMNS = (
-    TableColumn("KEY", lambda row: row["key"], keep=True),
-    TableColumn("MESSAGES", lambda row: row["messages"], rank=1),
+    TableColumn("KEY", keep=True),
+    TableColumn("MESSAGES", rank=1),
     TableColumn("FIRST", lambda row: row["source"], keep=True),
-    TableColumn("AGE", _age, rank=1),
+    TableColumn("AGE", lambda row: since(row["since_ms"]), rank=1),
     TableColumn("RELEASED", lambda row: "yes" if row["released"] else "no"),
-    TableColumn("CAUSE", lambda row: row["cause"], text=True),
-    TableColumn("ATTEMPTS", lambda row: row["attempts"], wide=True),
+    TableColumn("CAUSE", text=True),
+    TableColumn("ATTEMPTS", wide=True),
 )
 DEAD_COLUMNS = (
-    TableColumn("SOURCE", lambda row: row["source"], keep=True),
-    TableColumn("KEY", lambda row: row["key"], text=True),
-    TableColumn("ATTEMPTS", lambda row: row["attempts"]),
-    TableColumn("AGE", _age, rank=1),
+    TableColumn("SOURCE", keep=True),
+    TableColumn("KEY", text=True),
+    TableColumn("ATTEMPTS"),
+    TableColumn("AGE", lambda row: since(row["since_ms"]), rank=1),
     TableColumn("BYTES", lambda row: row["size"]),
-    TableColumn("CAUSE", lambda row: row["cause"], text=True),
+    TableColumn("CAUSE", text=True),
     TableColumn("TIMESTAMP", lambda row: clock(row["timestamp_ms"]), wide=True),
-    TableColumn("DEAD LETTER", lambda row: row["dead_letter"], wide=True),
-    TableColumn("VALUE", lambda row: row["value"], text=True),
+    TableColumn("DEAD LETTER", wide=True),
+    TableColumn("VALUE", text=True),
 )
 
 

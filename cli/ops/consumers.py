@@ -25,7 +25,14 @@ from txbroker.cli.ops.consumer_rows import (
     parse_key,
     shown_key,
 )
-from txbroker.cli.options import confirm, reason_option, require_terminal, with_options, yes_option
+from txbroker.cli.options import (
+    confirm,
+    limit_option,
+    reason_option,
+    require_terminal,
+    with_options,
+    yes_option,
+)
 from txbroker.cli.output import (
     object_output_option,
     output_option,
@@ -160,13 +167,7 @@ def aside_command(
 
 @command.command("dead")
 @click.argument("group")
-@click.option(
-    "--limit",
-    type=click.IntRange(1),
-    default=100,
-    metavar="N",
-    help="Show at most this number. [default: 100]",
-)
+@limit_option("Show at most this number.", 100)
 @click.option("--values", is_flag=True, help="Show the messages' values, too.")
 @_database_option
 @_settings

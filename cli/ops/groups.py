@@ -18,24 +18,24 @@ def _times(row: Row) -> str:
 
 
 COLUMNS = (
-    TableColumn("GROUP", lambda row: row["group"], keep=True),
-    TableColumn("CHECK URL", lambda row: row.get("check_url")),
+    TableColumn("GROUP", keep=True),
+    TableColumn("CHECK URL"),
     TableColumn("SECRET", lambda row: row.get("secret_ref")),
     TableColumn("CONNECTED", lambda row: row["sessions"], rank=1),
     TableColumn("AFTER/INTERVAL/ATTEMPTS/TIMEOUT", _times, wide=True),
-    TableColumn("PARALLEL", lambda row: row.get("parallel"), wide=True),
+    TableColumn("PARALLEL", wide=True),
     TableColumn("ANSWER BYTES", lambda row: row.get("answer_bytes_max"), wide=True),
 )
 
 
 TESTED = (
-    TableColumn("GROUP", lambda row: row["group"], keep=True),
+    TableColumn("GROUP", keep=True),
     TableColumn("RESULT", lambda row: "answered" if row["answered"] else "fails", rank=0),
     TableColumn("ANSWER", lambda row: row.get("answer") or row.get("status"), rank=1),
     TableColumn("TOOK", lambda row: f"{row['took_ms']:,.1f} ms"),
     TableColumn("SIGNATURE", lambda row: row.get("signature") or "no secret"),
-    TableColumn("ENDPOINT", lambda row: row.get("endpoint"), rank=3),
-    TableColumn("WHY", lambda row: row.get("why"), rank=1, text=True),
+    TableColumn("ENDPOINT", rank=3),
+    TableColumn("WHY", rank=1, text=True),
 )
 
 

@@ -21,12 +21,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _PATTERNS = ("groups", "deny_groups", "topics", "deny_topics")
 COLUMNS = (
-    TableColumn("NAME", lambda row: row["name"], keep=True),
-    TableColumn("ROLE", lambda row: row["role"]),
-    TableColumn("GROUPS", lambda row: row["groups"], text=True),
-    TableColumn("TOPICS", lambda row: row["topics"], text=True),
-    TableColumn("CREDENTIAL", lambda row: row["credential"]),
-    TableColumn("EXPIRES", lambda row: row["expires"]),
+    TableColumn("NAME", keep=True),
+    TableColumn("ROLE"),
+    TableColumn("GROUPS", text=True),
+    TableColumn("TOPICS", text=True),
+    TableColumn("CREDENTIAL"),
+    TableColumn("EXPIRES"),
 )
 file_option = env_option(
     "--principals-file",

@@ -23,13 +23,13 @@ from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settin
 from txbroker.kafka.door.repair import SET_ASIDE, Found
 
 COLUMNS = (
-    TableColumn("RECORD", lambda row: row["record"], keep=True),
-    TableColumn("CODE", lambda row: row["code"]),
-    TableColumn("WHY", lambda row: row["why"], text=True),
+    TableColumn("RECORD", keep=True),
+    TableColumn("CODE"),
+    TableColumn("WHY", text=True),
     TableColumn("SKIPPING LOSES", lambda row: row["loses"], text=True),
-    TableColumn("PRODUCER", lambda row: row["producer"], wide=True),
-    TableColumn("KEY", lambda row: row["key"], wide=True),
-    TableColumn("VALUE", lambda row: row["value"], wide=True, text=True),
+    TableColumn("PRODUCER", wide=True),
+    TableColumn("KEY", wide=True),
+    TableColumn("VALUE", wide=True, text=True),
 )
 _NONE = "No record stops a partition."
 _SHOWN_BYTES = 200

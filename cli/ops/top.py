@@ -1,7 +1,6 @@
 """`txbroker top`: the state of an installation, refreshed."""
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from txbroker.cli.output import (
     printable,
     show_data,
     shown_columns,
+    since,
     table,
     width_of,
 )
@@ -58,8 +58,7 @@ def _unreachable(row: dict[str, Any]) -> str:
     since_ms = row.get("unreachable_since_ms")
     if since_ms is None:
         return ""
-    passed = duration(time.time() - since_ms / 1000)
-    return f"unreachable for {passed}: {row.get('unreachable_why', '')}"
+    return f"unreachable for {since(since_ms)}: {row.get('unreachable_why', '')}"
 
 
 def _count(name: str, rank: int = 1) -> TableColumn:
@@ -77,8 +76,7 @@ def _least(value: int | None, partial: bool) -> str:
 
 
 def _as_of(row: dict[str, Any]) -> str:
-    at_ms = row.get("as_of_ms")
-    return "" if at_ms is None else clock(at_ms)[11:19]
+    return clock(row.get("as_of_ms"))[11:19]
 
 
 def _connected(row: dict[str, Any]) -> str:
@@ -100,7 +98,7 @@ def _trouble(row: dict[str, Any]) -> str:
 
 
 GROUPS = (
-    TableColumn("GROUP", lambda row: row["group"], keep=True),
+    TableColumn("GROUP", keep=True),
     TableColumn("AS OF", _as_of, rank=0),
     _count("pending"),
     _count("parked"),
@@ -111,7 +109,7 @@ GROUPS = (
 PARTITIONS = (
     TableColumn("HALF", lambda row: row["partition"], keep=True),
     TableColumn("OWNER", lambda row: row["owner"].partition("://")[2], rank=3),
-    TableColumn("STATE", lambda row: row["state"], rank=0),
+    TableColumn("STATE", rank=0),
     TableColumn("AS OF", _as_of, rank=0),
     _count("pending"),
     _count("parked"),
@@ -121,12 +119,12 @@ PARTITIONS = (
     TableColumn("PREP/S", lambda row: _rate(row, "prepared")),
     TableColumn("DEC/S", lambda row: _rate(row, "decided"), wide=True),
     TableColumn("PROM/S", lambda row: _rate(row, "promoted")),
-    TableColumn("WHY", lambda row: row.get("why"), text=True),
+    TableColumn("WHY", text=True),
 )
 PROXIES = (
     TableColumn("PROXY", lambda row: row["url"], keep=True),
     TableColumn("STATE", lambda row: _proxy_state(row), rank=1),
-    TableColumn("VERSION", lambda row: row.get("version"), rank=4),
+    TableColumn("VERSION", rank=4),
     TableColumn("PARTITIONS", lambda row: len(row["partitions"]), rank=3),
     TableColumn("PROBLEMS", lambda row: "; ".join(row["problems"]) or row.get("why"), text=True),
 )
@@ -203,8 +201,9 @@ def _lines(overview: Overview, where: str, wide: bool) -> Iterator[str]:
         for name in ("pending", "parked", "refused", "committed")
     ]
     yield from _packed("now     ", [*counts, _oldest(partitions), _sums_as_of(partitions)], width)
-    rates = [f"{what} {_sum_of_rates(partitions, what)}" for what in ("prepared", "decided")]
-    rates.append(f"promoted {_sum_of_rates(partitions, 'promoted')}")
+    rates = [
+        f"{what} {_sum_of_rates(partitions, what)}" for what in ("prepared", "decided", "promoted")
+    ]
     yield from _packed("rates   ", rates, width)
     yield from _sparklines(overview.get("past") or {}, width)
     refused = overview["refused_topics"]

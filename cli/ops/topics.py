@@ -29,18 +29,18 @@ from txbroker.kafka.door.topics import Plan, plan_for
 T = TypeVar("T")
 
 COLUMNS = (
-    TableColumn("ACTION", lambda row: row["action"]),
-    TableColumn("TOPIC", lambda row: row["topic"], keep=True),
-    TableColumn("WHAT", lambda row: row["what"], text=True),
-    TableColumn("SETTINGS", lambda row: row.get("settings"), wide=True),
+    TableColumn("ACTION"),
+    TableColumn("TOPIC", keep=True),
+    TableColumn("WHAT", text=True),
+    TableColumn("SETTINGS", wide=True),
 )
 ACL_COLUMNS = (
-    TableColumn("FOR", lambda row: row["for"]),
+    TableColumn("FOR"),
     TableColumn("ON", lambda row: row["resource"], rank=1),
     TableColumn("NAME", lambda row: row["name"] + "*" * (row["pattern"] == "prefixed"), keep=True),
     TableColumn("ALLOW", lambda row: ", ".join(row["operations"]), rank=1),
     TableColumn("TO", lambda row: row["principal"]),
-    TableColumn("WHY", lambda row: row["why"], wide=True, text=True),
+    TableColumn("WHY", wide=True, text=True),
 )
 
 

@@ -4,7 +4,6 @@ import queue
 import signal
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,11 +19,14 @@ from txbroker.cli.output import (
     clock,
     duration,
     printable,
+    progress,
     show_data,
     show_rows,
+    since,
     table,
 )
 from txbroker.cli.run import CommandFailed
+from txbroker.cli.tx.rows import topics_of
 from txbroker.core.routing import parse_id
 from txbroker.errors import request_errors
 
@@ -246,19 +248,19 @@ _PROGRESS_FROM = 20
 _IN_A_SENTENCE = {"rollback": "Roll back"}
 
 SAMPLED = (
-    TableColumn("ID", lambda row: row["id"], keep=True),
-    TableColumn("GROUP", lambda row: row["group"]),
-    TableColumn("STATE", lambda row: row["state"], rank=1),
-    TableColumn("AGE", lambda row: duration(time.time() - row["prepared_at_ms"] / 1000), rank=1),
-    TableColumn("TOPICS", lambda row: row["topics"]),
+    TableColumn("ID", keep=True),
+    TableColumn("GROUP"),
+    TableColumn("STATE", rank=1),
+    TableColumn("AGE", lambda row: since(row["prepared_at_ms"]), rank=1),
+    TableColumn("TOPICS"),
 )
 STANDING = (
-    TableColumn("ID", lambda row: row["id"], keep=True),
-    TableColumn("STATE", lambda row: row["state"], rank=1),
-    TableColumn("DECISION", lambda row: row.get("decision")),
+    TableColumn("ID", keep=True),
+    TableColumn("STATE", rank=1),
+    TableColumn("DECISION"),
 )
 FAILED = (
-    TableColumn("ID", lambda row: row["id"], keep=True),
+    TableColumn("ID", keep=True),
     TableColumn("ERROR", lambda row: row["error"]["code"], rank=1),
     TableColumn("WHY", lambda row: row["error"]["message"], text=True),
 )
@@ -288,7 +290,6 @@ def matching(
 
 def from_row(row: Row) -> Item:
     """Return a transaction of the API's answer."""
-    topics = dict.fromkeys(message["topic"] for message in row["messages"])
     return Item(
         row["id"],
         row["partition"],
@@ -296,7 +297,7 @@ def from_row(row: Row) -> Item:
         row["half_offset"],
         row["group"],
         row["prepared_at_ms"],
-        ", ".join(topics),
+        topics_of(row),
     )
 
 
@@ -372,32 +373,17 @@ def carry_out(
         return
     by_id: dict[str, ItemResult] = {}
     try:
-        with _progress(len(items)) as advance:
+        with progress(hidden=len(items) < _PROGRESS_FROM) as show:
 
             def keep(result: ItemResult) -> None:
                 by_id[result.id] = result
-                advance()
+                show(len(by_id) / len(items), f"{len(by_id)}/{len(items)}")
 
             BulkExecutor(client, action, body).execute(items, keep)
     finally:
         results = [by_id[item.id] for item in items if item.id in by_id]
         _report(results, action, output, list_all=items[0].state is None)
     conclude(sum(not result.code for result in results), len(items), action.done)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """Show a progress bar on stderr, for many transactions and on a terminal only."""
-    if total < _PROGRESS_FROM or not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda: progress.advance(task)
 
 
 def _report(

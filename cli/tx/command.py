@@ -11,9 +11,15 @@ from typing import Any
 import click
 
 from txbroker.cli.client import ApiClient, ApiError, client_options, for_all
-from txbroker.cli.completion import complete_groups, complete_ids, complete_topics
+from txbroker.cli.completion import complete_ids, group_option, topic_option
 from txbroker.cli.main import SuggestingGroup
-from txbroker.cli.options import reason_option, require_terminal, with_options, yes_option
+from txbroker.cli.options import (
+    limit_option,
+    reason_option,
+    require_terminal,
+    with_options,
+    yes_option,
+)
 from txbroker.cli.output import (
     Row,
     object_output_option,
@@ -35,7 +41,7 @@ from txbroker.cli.tx.bulk import (
     named,
     preview,
 )
-from txbroker.cli.tx.find import find_command, show_stories, trace_command
+from txbroker.cli.tx.find import LIMIT, find_command, show_stories, trace_command
 from txbroker.cli.tx.rows import COLUMNS, STATES, story
 from txbroker.cli.watching import watch_option, watch_rows
 
@@ -47,7 +53,6 @@ _STATES_OF: dict[str, tuple[str | None, ...]] = {
 _NEWEST_FIRST = ("promoted", "rolled_back", "settled", "all")
 _COUNTED = ("settled", "pending", "parked", "refused", "committed")
 """The counts of an overview, unsettled ones from the second on."""
-LIMIT = 100
 STORIES_MAX = 5
 """Up to this number, transactions are shown in full before a change; more are summarised."""
 
@@ -74,18 +79,8 @@ def command() -> None:
 def _filters(state: Any, subject: str, group_note: str = "") -> tuple[Any, ...]:
     return (
         state,
-        click.option(
-            "--group",
-            metavar="NAME",
-            shell_complete=complete_groups,
-            help=f"{subject} of this producer group.{group_note}",
-        ),
-        click.option(
-            "--topic",
-            metavar="NAME",
-            shell_complete=complete_topics,
-            help=f"{subject} with a message for this topic.",
-        ),
+        group_option(f"{subject} of this producer group.{group_note}"),
+        topic_option(f"{subject} with a message for this topic."),
         click.option(
             "--older-than-s",
             type=click.FloatRange(min=0),
@@ -107,14 +102,7 @@ def _filters(state: Any, subject: str, group_note: str = "") -> tuple[Any, ...]:
         "Only transactions",
     )
 )
-@click.option(
-    "--limit",
-    type=click.IntRange(min=1),
-    default=LIMIT,
-    show_default=True,
-    metavar="N",
-    help="Maximum number.",
-)
+@limit_option("Maximum number.", LIMIT)
 @click.option("--all", "everything", is_flag=True, help="Without a maximum number.")
 @watch_option
 @output_option
@@ -220,12 +208,7 @@ def _resolving(action: BulkAction, *extra: Any) -> Callable[[Callable[..., None]
                 "Transactions",
                 note,
             ),
-            click.option(
-                "--limit",
-                type=click.IntRange(min=1),
-                metavar="N",
-                help="Maximum number, the oldest ones.",
-            ),
+            limit_option("Maximum number, the oldest ones."),
             *extra,
             reason_option(),
             yes_option,

@@ -1,22 +1,21 @@
 """`txbroker tx find` and `tx trace`: which transaction was it, and what happened to it."""
 
 import re
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import click
 
 from txbroker.cli.client import ApiClient, client_options, for_all
-from txbroker.cli.completion import complete_groups, complete_ids, complete_topics
-from txbroker.cli.options import conclude, with_options
+from txbroker.cli.completion import complete_ids, group_option, topic_option
+from txbroker.cli.options import conclude, limit_option, with_options
 from txbroker.cli.output import (
     Row,
     object_output_option,
     output_option,
+    progress,
     row_lines,
     show_data,
     show_rows,
@@ -58,24 +57,17 @@ _MOMENT = Moment()
 @click.command("find")
 @click.argument("what", required=False, metavar="[ID|TOPIC/PARTITION@OFFSET]")
 @with_options(
-    click.option("--topic", metavar="NAME", shell_complete=complete_topics, help="Its target."),
+    topic_option("Its target."),
     click.option("--key", metavar="TEXT", help="The key of one of its messages."),
     click.option("--key-base64", metavar="BASE64", help="The same, any bytes."),
     click.option("--header", metavar="NAME=VALUE", help="A header of the same message."),
     click.option("--dedup-key", metavar="TEXT", help="The producer's dedup key."),
     click.option("--order-key", metavar="TEXT", help="The producer's order key."),
-    click.option("--group", metavar="NAME", shell_complete=complete_groups, help="Its group."),
+    group_option("Its group."),
     click.option("--since", type=_MOMENT, metavar="TIME", help="Prepared since then."),
     click.option("--until", type=_MOMENT, metavar="TIME", help="Prepared before."),
 )
-@click.option(
-    "--limit",
-    type=click.IntRange(min=1),
-    default=LIMIT,
-    show_default=True,
-    metavar="N",
-    help="Stop after this number.",
-)
+@limit_option("Stop after this number.", LIMIT)
 @output_option
 @client_options
 def find_command(
@@ -105,7 +97,7 @@ def find_command(
     done, records, unread, stopped = 0.0, 0, 0, False
     streams = output not in ("json", "yaml")
     try:
-        with _progress() as show:
+        with progress() as show:
             for page in _pages(client, query):
                 fresh = [row for row in page["transactions"] if row["id"] not in rows]
                 if fresh and streams:
@@ -138,21 +130,6 @@ def _pages(client: ApiClient, query: dict[str, Any]) -> Iterator[dict[str, Any]]
         cursor = page["next_cursor"]
         if cursor is None:
             return
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[float, str], None]]:
-    """Show a progress bar on stderr, on a terminal only."""
-    if not sys.stderr.isatty():
-        yield lambda done, text: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=1.0)
-        yield lambda done, text: progress.update(task, completed=done, description=text)
 
 
 @click.command("trace")

@@ -1,9 +1,8 @@
 """Transactions as rows of a table, and each in full."""
 
-import time
 from collections.abc import Iterable
 
-from txbroker.cli.output import Row, TableColumn, clock, duration, printable
+from txbroker.cli.output import Row, TableColumn, clock, printable, since
 
 STATES = ("pending", "committed", "promoted", "rolled_back", "parked", "refused")
 
@@ -12,26 +11,21 @@ def _attempts(row: Row) -> str:
     return "" if row["attempts"] is None else f"{row['attempts']}/{row['attempts_max']}"
 
 
-def _age(row: Row) -> str:
-    return duration(time.time() - row["prepared_at_ms"] / 1000)
-
-
-def _targets(row: Row) -> str:
-    topics = dict.fromkeys(message["topic"] for message in row["messages"])
-    return ", ".join(topics)
+def topics_of(row: Row) -> str:
+    return ", ".join(dict.fromkeys(message["topic"] for message in row["messages"]))
 
 
 COLUMNS = (
-    TableColumn("ID", lambda row: row["id"], keep=True),
-    TableColumn("GROUP", lambda row: row["group"]),
-    TableColumn("STATE", lambda row: row["state"], rank=1),
-    TableColumn("AGE", _age, rank=1),
+    TableColumn("ID", keep=True),
+    TableColumn("GROUP"),
+    TableColumn("STATE", rank=1),
+    TableColumn("AGE", lambda row: since(row["prepared_at_ms"]), rank=1),
     TableColumn("MESSAGES", lambda row: len(row["messages"]), rank=4),
-    TableColumn("TOPICS", _targets),
+    TableColumn("TOPICS", topics_of),
     TableColumn("ATTEMPTS", _attempts, rank=3),
     TableColumn("PREPARED", lambda row: clock(row["prepared_at_ms"]), wide=True),
     TableColumn("NEXT CHECK", lambda row: clock(row.get("next_check_at_ms")), wide=True),
-    TableColumn("ROUND", lambda row: row["round"], wide=True),
+    TableColumn("ROUND", wide=True),
     TableColumn("DECIDED BY", lambda row: row.get("source"), wide=True),
     TableColumn("HALF", lambda row: f"{row['partition']}@{row['half_offset']}", wide=True),
     TableColumn("CAUSE", lambda row: (row.get("cause") or {}).get("message"), wide=True, text=True),
