@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import quote, urlencode, urlsplit
@@ -194,17 +195,21 @@ class ApiClient:
         given = {name: value for name, value in (body or {}).items() if value is not None}
         return self._call(method, path, body=given)
 
-    def transactions(self, limit: int | None, **query: Any) -> Iterator[dict[str, Any]]:
-        """Yield transactions page by page, at most `limit`."""
-        cursor, left = None, limit
-        while left is None or left > 0:
-            size = _PAGE if left is None else min(left, _PAGE)
-            page = self.get("transactions", **query, limit=size, cursor=cursor)
-            yield from page["transactions"]
-            left = None if left is None else left - len(page["transactions"])
+    def pages(self, *path: str, **query: Any) -> Iterator[dict[str, Any]]:
+        """Yield the pages of a list."""
+        cursor: str | None = None
+        while True:
+            page = self.get(*path, **query, cursor=cursor)
+            yield page
             cursor = page.get("next_cursor")
             if cursor is None:
                 return
+
+    def transactions(self, limit: int | None, **query: Any) -> Iterator[dict[str, Any]]:
+        """Return transactions, read page by page, at most `limit`."""
+        size = _PAGE if limit is None else min(limit, _PAGE)
+        pages = self.pages("transactions", **query, limit=size)
+        return islice((row for page in pages for row in page["transactions"]), limit)
 
     def _call(
         self,

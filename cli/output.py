@@ -162,6 +162,28 @@ def row_lines(
     return table(rows, shown, sys.stdout, fit=fit, titles=titles, before=widths)
 
 
+class RowStream:
+    """Writes rows to stdout as they come: as one table or CSV, or in JSON a line for each row."""
+
+    def __init__(self, columns: Sequence[TableColumn], output: str) -> None:
+        self._columns = columns
+        self._output = output
+        self._titles = True
+        self._widths: Widths = {}
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Write rows; raise BrokenPipeError if the reader has gone."""
+        if not rows:
+            return
+        titles, widths = self._titles, self._widths
+        shown = row_lines(rows, self._columns, self._output, titles=titles, widths=widths)
+        click.echo("\n".join(shown.lines))
+        sys.stdout.flush()
+        if titles and shown.note:
+            click.echo(shown.note, err=True)
+        self._titles = False
+
+
 def shown_columns(columns: Sequence[TableColumn], output: str) -> list[TableColumn]:
     """Return the columns to show in this format: those of `--columns`, if it is given."""
     asked = _asked_columns()

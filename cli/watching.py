@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from txbroker.cli.client import ApiError
-from txbroker.cli.output import Row, TableColumn, Widths, printable, row_lines
+from txbroker.cli.output import Row, RowStream, TableColumn, printable, row_lines
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -49,16 +49,10 @@ def watch_rows(
     """
     if draws(output):
         _draw_rows(query, columns, output, every_s)
-    titles, known, widths = True, set[object](), Widths()
+    shown, known = RowStream(columns, output), set[object]()
     for rows in _with_errors_shown(_repeat(query, every_s)):
-        fresh = [row for row in rows if key(row) not in known]
+        shown.write([row for row in rows if key(row) not in known])
         known = {key(row) for row in rows}
-        if fresh:
-            click.echo(
-                "\n".join(row_lines(fresh, columns, output, titles=titles, widths=widths).lines)
-            )
-            sys.stdout.flush()
-            titles = False
     raise AssertionError
 
 

@@ -17,7 +17,7 @@ from txbroker.cli.completion import complete_topics
 from txbroker.cli.main import near
 from txbroker.cli.ops.consumers import open_door
 from txbroker.cli.options import SectionedCommand
-from txbroker.cli.output import Row, TableColumn, Widths, clock, output_option, row_lines
+from txbroker.cli.output import Row, RowStream, TableColumn, clock, output_option
 from txbroker.cli.run import CommandFailed
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 from txbroker.config.settings import Settings
@@ -152,10 +152,8 @@ class _Shown:
     """Writes messages to stdout, until there are `count`."""
 
     def __init__(self, output: str, count: int | None) -> None:
-        self._output = output
+        self._rows = RowStream(COLUMNS, output)
         self._left = count
-        self._widths: Widths = {}
-        self._titles = True
 
     @property
     def enough(self) -> bool:
@@ -167,14 +165,7 @@ class _Shown:
         if self._left is not None:
             records = records[: self._left]
             self._left -= len(records)
-        rows = [_row(partition, record) for record in records]
-        if rows:
-            lines = row_lines(rows, COLUMNS, self._output, titles=self._titles, widths=self._widths)
-            click.echo("\n".join(lines.lines))
-            sys.stdout.flush()
-            if self._titles and lines.note:
-                click.echo(lines.note, err=True)
-            self._titles = False
+        self._rows.write([_row(partition, record) for record in records])
 
 
 def _row(partition: Partition, record: Record) -> Row:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,10 +13,10 @@ from txbroker.cli.completion import complete_ids, group_option, topic_option
 from txbroker.cli.options import conclude, limit_option, with_options
 from txbroker.cli.output import (
     Row,
+    RowStream,
     object_output_option,
     output_option,
     progress,
-    row_lines,
     show_data,
     show_rows,
 )
@@ -95,14 +95,13 @@ def find_command(
         raise click.UsageError("name what to find: an id, a record, or options such as --key")
     rows: dict[str, Row] = {}
     done, records, unread, stopped = 0.0, 0, 0, False
-    streams = output not in ("json", "yaml")
+    streams, shown = output not in ("json", "yaml"), RowStream(COLUMNS, output)
     try:
         with progress() as show:
-            for page in _pages(client, query):
+            for page in client.pages("search", **query):
                 fresh = [row for row in page["transactions"] if row["id"] not in rows]
-                if fresh and streams:
-                    lines = row_lines(fresh, COLUMNS, output, titles=not rows).lines
-                    click.echo("\n".join(lines))
+                if streams:
+                    shown.write(fresh)
                 rows |= {row["id"]: row for row in fresh}
                 done, records = page["done"], records + page["records"]
                 unread += page.get("unread", 0)
@@ -120,16 +119,6 @@ def find_command(
     if done < 1 and (rows or stopped):
         why = "You stopped" if stopped else f"It stopped at {len(rows):,}"
         click.echo(f"{why} after {where}: bound it by --since, or raise --limit.", err=True)
-
-
-def _pages(client: ApiClient, query: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    cursor: str | None = None
-    while True:
-        page = client.get("search", **query, cursor=cursor)
-        yield page
-        cursor = page["next_cursor"]
-        if cursor is None:
-            return
 
 
 @click.command("trace")

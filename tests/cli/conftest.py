@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.cli_stub import Stub, stub
+from tests.cli.terminals import Run, terminals
 from tests.kit.cli import Call, Dev, Result
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
@@ -75,11 +76,7 @@ def memory() -> Iterator[InMemoryBroker]:
 @pytest.fixture
 def there(call: Call, memory: InMemoryBroker) -> Call:
     """Call the command line for that proxy."""
-
-    def asking(*arguments: object) -> Result:
-        return call(*arguments, "--url", memory.url)
-
-    return asking
+    return lambda *arguments: call(*arguments, "--url", memory.url)
 
 
 @pytest.fixture(name="stub")
@@ -105,11 +102,14 @@ def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dev]:
 @pytest.fixture
 def ask(call: Call, dev: Dev) -> Call:
     """Call the command line for that proxy."""
+    return lambda *arguments: call(*arguments, "--url", dev.url)
 
-    def asking(*arguments: object) -> Result:
-        return call(*arguments, "--url", dev.url)
 
-    return asking
+@pytest.fixture
+def on_terminal(tmp_path: Path) -> Iterator[Run]:
+    """Run commands on terminals, without the user's contexts."""
+    with terminals(tmp_path) as run:
+        yield run
 
 
 @pytest.fixture

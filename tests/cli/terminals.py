@@ -71,7 +71,7 @@ class Run(Protocol):
 
 
 @contextmanager
-def on_terminal(config: Path) -> Iterator[Run]:
+def terminals(config: Path) -> Iterator[Run]:
     """Yield a function that runs commands on terminals; `config` is their config folder."""
     running: list[Terminal] = []
 

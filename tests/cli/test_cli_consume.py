@@ -10,14 +10,12 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from confluent_kafka import Producer
 
-from tests.cli.terminals import Run, on_terminal
+from tests.cli.terminals import Run
 from tests.kit.cli import TXBROKER, Call, Dev
 from tests.kit.until import unique
 from txbroker.cli.ops import consume
@@ -38,12 +36,6 @@ def topic(ask: Call) -> str:
     ask("send", name, "--tombstone", "--wait")
     ask("send", name, "hidden", "--decision", "none")
     return name
-
-
-@pytest.fixture(name="run")
-def _run(tmp_path: Path) -> Iterator[Run]:
-    with on_terminal(tmp_path) as run:
-        yield run
 
 
 def test_visible_messages_are_shown_from_the_beginning(ask: Call, topic: str) -> None:
@@ -83,9 +75,9 @@ def test_formats_hold_whole_messages(ask: Call, dev: Dev, topic: str, output: st
     assert binary["headers"] == [["raw", {"base64": "/g=="}]]
 
 
-def test_messages_arrive_until_there_are_enough(dev: Dev, ask: Call, run: Run) -> None:
+def test_messages_arrive_until_there_are_enough(dev: Dev, ask: Call, on_terminal: Run) -> None:
     name = unique("arriving")
-    shown = run("consume", name, "-n", "2", "--url", dev.url)
+    shown = on_terminal("consume", name, "-n", "2", "--url", dev.url)
     shown.until(f"Waiting: there is no topic {name}")
     for value in ("first", "second", "third"):
         ask("send", name, value, "--wait")
@@ -96,9 +88,9 @@ def test_messages_arrive_until_there_are_enough(dev: Dev, ask: Call, run: Run) -
 
 
 def test_follow_begins_at_the_end_and_stops_by_ctrl_c(
-    dev: Dev, ask: Call, topic: str, run: Run
+    dev: Dev, ask: Call, topic: str, on_terminal: Run
 ) -> None:
-    shown = run("consume", topic, "--url", dev.url)
+    shown = on_terminal("consume", topic, "--url", dev.url)
     deadline = time.monotonic() + 60
     while "newer" not in shown.text:
         assert time.monotonic() < deadline

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.terminals import on_terminal
+from tests.cli.terminals import Run
 from tests.kit.cli import Call, Dev, descendants, until_gone
 from tests.kit.secret_files import secret_file
 from txbroker.cli.proxy.serving import rare_collections
@@ -92,35 +92,36 @@ def test_ctrl_c_during_start_leaves_nothing(tmp_path: Path) -> None:
     assert "Traceback" not in dev.stderr
 
 
-def test_terminal_gets_next_steps_and_sample_runs(tmp_path: Path, call: Call) -> None:
+def test_terminal_gets_next_steps_and_sample_runs(
+    tmp_path: Path, call: Call, on_terminal: Run
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     data = str(tmp_path / "data")
     options = ("--check-after-s", "1", "--kafka-port", str(port), "--listen", "127.0.0.1:0")
-    with on_terminal(tmp_path) as run:
-        shown = run("dev", "--data-dir", data, "--sample", *options)
-        shown.until(f"data stays in {data}", 90)
-        started = re.search(rf"ready (\S+) kafka 127\.0\.0\.1:{port}\b", shown.text)
-        assert started is not None
-        url = started[1]
-        assert f"Console    {url}/" in shown.text
-        for command in ("tx list --state all", "consume shop.orders --from-beginning", "top"):
-            assert f"txbroker {command} --url {url}" in shown.text
+    shown = on_terminal("dev", "--data-dir", data, "--sample", *options)
+    shown.until(f"data stays in {data}", 90)
+    started = re.search(rf"ready (\S+) kafka 127\.0\.0\.1:{port}\b", shown.text)
+    assert started is not None
+    url = started[1]
+    assert f"Console    {url}/" in shown.text
+    for command in ("tx list --state all", "consume shop.orders --from-beginning", "top"):
+        assert f"txbroker {command} --url {url}" in shown.text
 
-        def orders() -> set[tuple[str, str]]:
-            rows = call("tx", "list", "--state", "settled", "-o", "json", "--url", url).json
-            return {(row["state"], row.get("source")) for row in rows if row["group"] == "shop"}
+    def orders() -> set[tuple[str, str]]:
+        rows = call("tx", "list", "--state", "settled", "-o", "json", "--url", url).json
+        return {(row["state"], row.get("source")) for row in rows if row["group"] == "shop"}
 
-        wanted = {("promoted", "producer"), ("rolled_back", "producer"), ("promoted", "check")}
-        deadline = time.monotonic() + 60
-        while not wanted <= orders():
-            assert time.monotonic() < deadline, shown.text
-            shown.wait()
-        seen = call("consume", "shop.orders", "--from-beginning", "-n", "1", "--url", url)
-        assert "shop.orders/0@0" in seen.out
-        below = descendants(shown.pid)
-        shown.type("\x03")
-        assert shown.end() == 0
+    wanted = {("promoted", "producer"), ("rolled_back", "producer"), ("promoted", "check")}
+    deadline = time.monotonic() + 60
+    while not wanted <= orders():
+        assert time.monotonic() < deadline, shown.text
+        shown.wait()
+    seen = call("consume", "shop.orders", "--from-beginning", "-n", "1", "--url", url)
+    assert "shop.orders/0@0" in seen.out
+    below = descendants(shown.pid)
+    shown.type("\x03")
+    assert shown.end() == 0
     until_gone(below)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from tests.cli.cli_stub import Stub
-from tests.cli.terminals import Run, on_terminal
+from tests.cli.terminals import Run
 from tests.kit.cli import Call
 from txbroker.cli.output import TableColumn, cell, clock, duration, printable, table, yaml_lines
 
@@ -130,12 +128,6 @@ POSIX = {"LC_ALL": "POSIX"}
 LATIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
-@pytest.fixture(name="run")
-def _run(tmp_path: Path) -> Iterator[Run]:
-    with on_terminal(tmp_path) as run:
-        yield run
-
-
 @pytest.mark.parametrize(
     ("width", "environ"),
     [(20, {}), (60, {}), (80, {}), (120, {})]
@@ -143,14 +135,14 @@ def _run(tmp_path: Path) -> Iterator[Run]:
     ids=str,
 )
 def test_any_terminal_shows_whole_ids(
-    stub: Stub, run: Run, width: int, environ: dict[str, str]
+    stub: Stub, on_terminal: Run, width: int, environ: dict[str, str]
 ) -> None:
     ids = stub.add(3)
     for row in stub.rows.values():
         row["group"] = "caf\u00e9-" + "orders-" * 4
         row["messages"] = [{"topic": f"a-long-name-of-a-topic-{n}", "partition": 0} for n in (1, 2)]
     home = {"HOME": "/proc", "XDG_CONFIG_HOME": ""}
-    shown = run("tx", "list", "--url", stub.url, width=width, environ={**home, **environ})
+    shown = on_terminal("tx", "list", "--url", stub.url, width=width, environ={**home, **environ})
     assert shown.end() == 0
     lines = shown.text.splitlines()
     assert [line[:26] for line in lines[1:4]] == ids

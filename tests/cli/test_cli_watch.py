@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.cli.cli_stub import Stub, error
-from tests.cli.terminals import Run, on_terminal
+from tests.cli.terminals import Run
 from tests.kit.cli import Call
 from txbroker.cli import watching
 from txbroker.testing.broker import InMemoryBroker
@@ -288,12 +287,6 @@ def test_top_appends_lines_without_a_terminal(call: Call, stub: Stub, steps: Any
 
 
 # --- on a terminal ----------------------------------------------------------------------------
-
-
-@pytest.fixture(name="on_terminal")
-def _on_terminal(tmp_path: Path) -> Iterator[Run]:
-    with on_terminal(tmp_path) as run:
-        yield run
 
 
 def test_screen_is_redrawn_and_restored(stub: Stub, on_terminal: Run) -> None:
