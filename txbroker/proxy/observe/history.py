@@ -8,7 +8,9 @@ import math
 from array import array
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from operator import attrgetter
+from statistics import linear_regression
+from typing import TypeAlias
 
 from msgspec import Struct, structs
 
@@ -26,7 +28,7 @@ from txbroker.contract.service import (
     Latency,
     OperatorAction,
 )
-from txbroker.proxy.observe.overview import ObservedPartition
+from txbroker.proxy.observe.overview import ObservedPartition, Past, sum_of_checks
 
 SPANS_S = (300, 900, HISTORY_S)
 """How far back each step reaches, seconds."""
@@ -126,15 +128,6 @@ class _Ring:
         return sum(len(a) * a.itemsize for a in (self._steps, self.values))
 
 
-class _Sample(NamedTuple):
-    """Counts since the last sample, as pairs of place and number, and the present values."""
-
-    counts: Sequence[tuple[int, int]]
-    pending: float
-    parked: float
-    oldest_s: float
-
-
 class _Series:
     """One series: the same numbers by each step.
 
@@ -149,15 +142,18 @@ class _Series:
         self.since_s = since_s
         self.active_s = since_s
 
-    def add(self, second: int, sample: _Sample) -> None:
+    def add(self, now_ms: int, second: int, group: "_Group", *, current: bool) -> None:
+        """Add a sample, whose present values are known only if they are `current`."""
+        pending, parked = (group.pending, group.parked) if current else (math.nan, math.nan)
+        since_ms = now_ms if group.oldest_ms is None or not current else group.oldest_ms
+        oldest_s = (now_ms - since_ms) / 1000
         for ring in self.rings:
             at, values = ring.row(second), ring.values
-            for place, number in sample.counts:
+            for place, number in group.counts.items():
                 values[at + place] += number
-            values[at + _PENDING] = sample.pending
-            values[at + _PARKED] = sample.parked
-            if not values[at + _OLDEST] >= sample.oldest_s:
-                values[at + _OLDEST] = sample.oldest_s
+            values[at + _PENDING] = pending
+            values[at + _PARKED] = parked
+            values[at + _OLDEST] = max(values[at + _OLDEST], oldest_s)
 
 
 class _Group:
@@ -248,7 +244,7 @@ class _Reading:
                 group.parked += number
 
 
-class ProxyHistory:
+class ProxyHistory(Past):
     """The last hour of one proxy; `sample` is to be called once a second."""
 
     def __init__(self, sources: HistorySources) -> None:
@@ -295,7 +291,7 @@ class ProxyHistory:
         for name, at in self._places.items():
             whole.counts.update({at + place: number for place, number in self._fresh(name)})
         self._oldest_ms = reading.oldest_ms
-        self._all.add(second, _sample(whole, now_ms, reading.current))
+        self._all.add(now_ms, second, whole, current=reading.current)
         for name, group in reading.groups.items():
             series = self._groups.get(name)
             if group.busy:
@@ -303,7 +299,7 @@ class ProxyHistory:
                 if series is not None:
                     series.active_s = second
             if series is not None:
-                series.add(second, _sample(group, now_ms, reading.current))
+                series.add(now_ms, second, group, current=reading.current)
         if second - self._looked_s >= PROBLEMS_EVERY_S:
             self._looked_s = second
             self._note_problems(now_ms)
@@ -357,12 +353,10 @@ class ProxyHistory:
     # --- reading -----------------------------------------------------------------------------
 
     def lost(self) -> int:
-        """Return how many transactions lost their half messages in the last hour."""
         rows = self._rows(self._all.rings[-1], HISTORY_S)
         return round(sum(row[_WIDTH] for _, row in rows))
 
     def prepare_p99_s(self) -> float | None:
-        """Return the 99th percentile of prepares in the last 5 minutes, seconds; None without."""
         at = self._places["prepare"]
         bounds = self._bounds["prepare"]
         counts = [0] * (len(bounds) + 1)
@@ -371,8 +365,7 @@ class ProxyHistory:
         return _latency(counts, bounds).p99_s if any(counts) else None
 
     def growth_per_s(self, group: str) -> float | None:
-        """Return the growth of a group's pending transactions; None if it is not known, as after
-        half partitions have moved: then its transactions came from another proxy."""
+        # After half partitions have moved, its transactions came from another proxy.
         series, ring = self._groups.get(group), self._all.rings[-1]
         if series is None or self._second - self._moved_s < GROWTH_MIN_S:
             return None
@@ -383,10 +376,11 @@ class ProxyHistory:
                 points.append((step * ring.step_s, 0.0 if own is None else own[_PENDING]))
         if len(points) * ring.step_s < GROWTH_MIN_S or points[0][0] < series.since_s:
             return None
-        return _slope(points)
+        # As the alert does, by least squares.
+        return linear_regression(*zip(*points, strict=True)).slope
 
     async def history(self, request: HistoryRequest) -> History:
-        """Return the history of this proxy, without percentiles yet."""
+        # Without percentiles yet.
         history = self.read(request)
         if not request.actions:
             return history
@@ -468,25 +462,6 @@ class ProxyHistory:
         return sum(r.nbytes for s in (self._all, *self._groups.values()) for r in s.rings)
 
 
-def _sample(group: _Group, now_ms: int, current: bool) -> _Sample:
-    oldest_s = 0.0 if group.oldest_ms is None else max(0.0, (now_ms - group.oldest_ms) / 1000)
-    counts = list(group.counts.items())
-    if not current:
-        return _Sample(counts, math.nan, math.nan, 0.0)
-    return _Sample(counts, group.pending, group.parked, oldest_s)
-
-
-def _slope(points: Sequence[tuple[float, float]]) -> float:
-    """Return the slope of the line that fits points best, by least squares, as the alert does."""
-    count = len(points)
-    mean_x = sum(x for x, _ in points) / count
-    mean_y = sum(y for _, y in points) / count
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    if not spread:
-        return 0.0
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
-
-
 def _step_number(since_s: float, step_s: float | None) -> int:
     """Return which step to answer with."""
     for number, (step, span) in enumerate(zip(HISTORY_STEPS_S, SPANS_S, strict=True)):
@@ -496,14 +471,6 @@ def _step_number(since_s: float, step_s: float | None) -> int:
 
 
 # --- of all proxies --------------------------------------------------------------------------
-
-
-class _Timed(Protocol):
-    @property
-    def at_ms(self) -> int: ...
-
-
-T = TypeVar("T", bound=_Timed)
 
 
 def joined_history(parts: Sequence[History], *, complete: bool) -> History:
@@ -542,26 +509,23 @@ def joined_history(parts: Sequence[History], *, complete: bool) -> History:
         known_action = actions.setdefault(key, action)
         if action.count > known_action.count:
             actions[key] = action
-    events = _sorted(event for part in parts for event in part.events)
+    by_time = attrgetter("at_ms")
+    events = sorted((event for part in parts for event in part.events), key=by_time)
+    checks = sorted((check for part in parts for check in part.checks), key=by_time)
     return History(
         step_s=first.step_s,
         points=tuple(_with_latency(points[at_ms], bounds) for at_ms in sorted(points)),
         events=tuple(events[-EVENTS_MAX:]),
         complete=complete,
-        checks=tuple(reversed(_sorted(check for part in parts for check in part.checks))),
+        checks=tuple(checks[::-1]),
         instances=tuple(instance for part in parts for instance in part.instances),
-        actions=tuple(reversed(_sorted(actions.values()))),
+        actions=tuple(sorted(actions.values(), key=by_time)[::-1]),
         actions_since_ms=since,
     )
 
 
-def _sorted(items: Iterable[T]) -> list[T]:
-    return sorted(items, key=lambda item: item.at_ms)
-
-
 def _added(one: HistoryPoint, other: HistoryPoint) -> HistoryPoint:
     ages = [a for a in (one.oldest_pending_age_s, other.oldest_pending_age_s) if a is not None]
-    checks = zip(structs.astuple(one.checks), structs.astuple(other.checks), strict=True)
     buckets = dict(one.buckets)
     for name, counts in other.buckets.items():
         known = buckets.get(name, (0,) * len(counts))
@@ -575,7 +539,7 @@ def _added(one: HistoryPoint, other: HistoryPoint) -> HistoryPoint:
         _known_sum(one.pending, other.pending),
         _known_sum(one.parked, other.parked),
         max(ages, default=None),
-        CheckCounts(*map(sum, checks)),
+        sum_of_checks(one.checks, other.checks),
         buckets=buckets,
         proxies=one.proxies + other.proxies,
     )

@@ -254,8 +254,10 @@ class _Registry(CollectorRegistry):
             yield metric
 
 
-class Metrics:
+class Metrics(Collector):
     """All metrics of one proxy, in a separate registry: a `PartitionEvents`.
+
+    It is the collector of the gauges.
 
     Attributes:
         prepare_latency, decision_latency: for what answers these calls.
@@ -280,7 +282,7 @@ class Metrics:
         self.latencies: dict[str, Latency] = {}
         self._make_counters()
         self._make_histograms()
-        self.registry.register(_GaugeCollector(self))
+        self.registry.register(self)
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
 
@@ -442,7 +444,7 @@ class Metrics:
         """Read the gauges of `source` at every scrape."""
         self._sources.append(source)
 
-    def collect_gauges(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[Metric]:
         sources = [source() for source in self._sources]
         for family in _FAMILIES:
             yield self._family(family, [getattr(gauges, family.name) for gauges in sources])
@@ -485,11 +487,3 @@ class Metrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
-
-
-class _GaugeCollector(Collector):
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics.collect_gauges()

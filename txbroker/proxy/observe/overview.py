@@ -6,6 +6,7 @@ takes milliseconds even with a million pending transactions."""
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from msgspec import Struct, structs
@@ -89,36 +90,24 @@ UNREACHABLE = "unreachable"
 _NOT_OURS = frozenset({PartitionState.ELSEWHERE, PartitionState.NONE})
 
 
-class Past(Protocol):
-    """The last hour, as a proxy observed it."""
+class Past:
+    """The last hour of one proxy; of one that does not observe itself, nothing is known."""
 
     def lost(self) -> int:
         """Return how many transactions were found without their half messages."""
+        return 0
 
     def prepare_p99_s(self) -> float | None:
         """Return the 99th percentile of prepares in the last 5 minutes, seconds; None without."""
+        return None
 
     def growth_per_s(self, group: str) -> float | None:
         """Return by how much the pending transactions of a group grow, on average of the last 15
         minutes; None if they were not observed that long."""
+        return None
 
     async def history(self, request: HistoryRequest) -> History:
         """Return the history of this proxy."""
-
-
-class NoPast:
-    """The last hour of a proxy that does not observe itself."""
-
-    def lost(self) -> int:
-        return 0
-
-    def prepare_p99_s(self) -> float | None:
-        return None
-
-    def growth_per_s(self, group: str) -> float | None:
-        return None
-
-    async def history(self, request: HistoryRequest) -> History:
         return History(HISTORY_STEPS_S[-1])
 
 
@@ -145,7 +134,7 @@ class GroupStatus(Struct, frozen=True):
     check_urls: Callable[[], Collection[str]] = frozenset
     audits: Callable[[], Iterable[AuditOverview]] = tuple
     retention: Callable[[], tuple[float | None, float | None]] = lambda: (None, None)
-    past: Past = NoPast()
+    past: Past = Past()
 
 
 # --- of one proxy ----------------------------------------------------------------------------
@@ -368,7 +357,9 @@ def joined(
             if shown.partition not in known or _rank(shown) > _rank(known[shown.partition]):
                 known[shown.partition] = shown
         for audit in part.audits:
-            audits[audit.mode] = max(audits.get(audit.mode, audit), audit, key=_ended)
+            audits[audit.mode] = max(
+                audits.get(audit.mode, audit), audit, key=attrgetter("ended_ms")
+            )
         for group in part.groups:
             _add_group(groups, group)
     partitions = tuple(
@@ -379,17 +370,13 @@ def joined(
     return Overview(
         at_ms=at_ms,
         complete=not missing and all(_current(shown) for shown in partitions),
-        proxies=tuple(sorted(proxies, key=lambda proxy: proxy.url)),
+        proxies=tuple(sorted(proxies, key=attrgetter("url"))),
         partitions=partitions,
         groups=named,
         groups_left_off=left_off,
         refused_topics=dict(refused),
         audits=tuple(audits.values()),
     )
-
-
-def _ended(audit: AuditOverview) -> int:
-    return audit.ended_ms
 
 
 def _rank(shown: PartitionOverview) -> tuple[bool, bool]:
@@ -442,13 +429,17 @@ def _both_checks(one: GroupChecks, other: GroupChecks) -> GroupChecks:
     if one == _NO_CHECKS:
         return other
     reports = [r for r in (one.undecided, other.undecided) if r is not None]
-    counts = zip(structs.astuple(one.counts), structs.astuple(other.counts), strict=True)
     return GroupChecks(
-        CheckCounts(*map(sum, counts)), max(reports, key=lambda r: r.at_ms, default=None)
+        sum_of_checks(one.counts, other.counts), max(reports, key=attrgetter("at_ms"), default=None)
     )
 
 
 _NO_CHECKS = GroupChecks()
+
+
+def sum_of_checks(one: CheckCounts, other: CheckCounts) -> CheckCounts:
+    counts = zip(structs.astuple(one), structs.astuple(other), strict=True)
+    return CheckCounts(*map(sum, counts))
 
 
 def _both_answers(
