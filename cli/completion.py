@@ -25,6 +25,7 @@ _HARMLESS = re.compile(r"[\w.@:/+%][\w.@:/+=%-]*")
 _TRANSACTIONS_MAX = 200
 
 F = TypeVar("F", bound=Callable[..., Any])
+Look = Callable[[click.Context], "Iterable[tuple[str, str]]"]
 Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem[str]]"]
 
 
@@ -48,33 +49,51 @@ def command(shell: str) -> None:
     click.echo(completion.source_template % completion.source_vars())
 
 
-def complete_groups(
-    context: click.Context, _: click.Parameter, incomplete: str
-) -> list[CompletionItem[str]]:
-    """Return registered groups, and groups with undecided transactions."""
+def _live(look: Look, adapted: Callable[[str], str] = str) -> Complete:
+    """Return the completion by what `look` finds at the proxy, for the `adapted` word."""
 
-    def look() -> Iterable[tuple[str, str]]:
+    def complete(
+        context: click.Context, _: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        return _offered(lambda: look(context), adapted(incomplete))
+
+    return complete
+
+
+def _groups(context: click.Context) -> Iterable[tuple[str, str]]:
+    """Yield registered groups, and groups with undecided transactions."""
+    client = client_of(context, WITHIN_S)
+    for row in client.get("groups")["groups"]:
+        yield row["group"], "registered"
+    for row in client.get("overview")["groups"]:
+        counts = [f"{row[state]} {state}" for state in ("parked", "pending") if row.get(state)]
+        yield row["group"], ", ".join(counts)
+
+
+def _topics(context: click.Context) -> Iterable[tuple[str, str]]:
+    """Yield topics of unsettled transactions."""
+    rows = client_of(context, WITHIN_S).transactions(_TRANSACTIONS_MAX)
+    yield from ((topic, "") for topic in sorted({m["topic"] for r in rows for m in r["messages"]}))
+
+
+complete_groups = _live(_groups)
+complete_topics = _live(_topics)
+
+
+def complete_ids(states: Iterable[str]) -> Complete:
+    """Return the completion of ids of transactions in these states."""
+    states = tuple(states)
+
+    def look(context: click.Context) -> Iterable[tuple[str, str]]:
         client = client_of(context, WITHIN_S)
-        for row in client.get("groups")["groups"]:
-            yield row["group"], "registered"
-        for row in client.get("overview")["groups"]:
-            counts = [f"{row[state]} {state}" for state in ("parked", "pending") if row.get(state)]
-            yield row["group"], ", ".join(counts)
+        given = set(context.params.get("ids") or ())
+        for state in states:
+            for row in client.transactions(_TRANSACTIONS_MAX, state=state):
+                if row["id"] not in given:
+                    text = f"{row['state']} for {since(row['prepared_at_ms'])}, {row['group']}"
+                    yield row["id"], text
 
-    return _offered(look, incomplete)
-
-
-def complete_topics(
-    context: click.Context, _: click.Parameter, incomplete: str
-) -> list[CompletionItem[str]]:
-    """Return topics of unsettled transactions."""
-
-    def look() -> Iterable[tuple[str, str]]:
-        rows = client_of(context, WITHIN_S).transactions(_TRANSACTIONS_MAX)
-        topics = {message["topic"] for row in rows for message in row["messages"]}
-        return [(topic, "") for topic in sorted(topics)]
-
-    return _offered(look, incomplete)
+    return _live(look, str.upper)
 
 
 def group_option(text: str) -> Callable[[F], F]:
@@ -85,27 +104,6 @@ def group_option(text: str) -> Callable[[F], F]:
 def topic_option(text: str) -> Callable[[F], F]:
     """Return the decorator that gives a command `--topic`."""
     return click.option("--topic", metavar="NAME", shell_complete=complete_topics, help=text)
-
-
-def complete_ids(states: Iterable[str]) -> Complete:
-    """Return the completion of ids of transactions in these states."""
-    states = tuple(states)
-
-    def complete(
-        context: click.Context, _: click.Parameter, incomplete: str
-    ) -> list[CompletionItem[str]]:
-        def look() -> Iterable[tuple[str, str]]:
-            client = client_of(context, WITHIN_S)
-            given = set(context.params.get("ids") or ())
-            for state in states:
-                for row in client.transactions(_TRANSACTIONS_MAX, state=state):
-                    age = since(row["prepared_at_ms"])
-                    if row["id"] not in given:
-                        yield row["id"], f"{row['state']} for {age}, {row['group']}"
-
-        return _offered(look, incomplete.upper())
-
-    return complete
 
 
 def _offered(

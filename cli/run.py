@@ -8,11 +8,14 @@ import sys
 import traceback
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 import click
 
 from txbroker.errors import needs
+
+if TYPE_CHECKING:
+    from asyncio.subprocess import Process
 
 T = TypeVar("T")
 
@@ -118,6 +121,20 @@ def run_async(main: Coroutine[None, None, T]) -> T:
 
         return asyncio.run(main)
     return uvloop.run(main)
+
+
+async def piped_module(module: str, *arguments: str) -> "Process":
+    """Start a Python module with pipes as stdin and stdout; Ctrl-C reaches only its caller."""
+    import asyncio
+
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", module, *arguments),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from txbroker.cli.bench.figures import Figures, LoadResult, ResourceUsage, TimeW
 from txbroker.cli.bench.load import Job, LoadEvent, LoadLog
 from txbroker.cli.contexts import NO_CREDENTIALS, CredentialFiles
 from txbroker.cli.proxy.serving import WORKER_MODULE
-from txbroker.cli.run import CommandFailed
+from txbroker.cli.run import CommandFailed, piped_module
 from txbroker.config.addresses import parse_address
 from txbroker.config.settings import Settings, load_settings
 from txbroker.embedded import BarProgress, EmbeddedKafka
@@ -156,13 +155,7 @@ async def _measured_proxy(plan: BenchPlan, folder: Path) -> AsyncIterator[Measur
 @asynccontextmanager
 async def _child(module: str, first_line: bytes) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run a module in a child process, which ends when stdin or this process does."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", module),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C stops this process, which then stops the child
-    )
+    process = await piped_module(module)
     assert process.stdin is not None
     try:
         process.stdin.write(first_line + b"\n")

@@ -7,10 +7,8 @@ shows as a wrong number.
 import asyncio
 import contextlib
 import json
-import os
 import random
 import sqlite3
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +20,7 @@ from rich.text import Text
 
 from txbroker.cli.demo.stage import STEP_TIMEOUT_S, Timeline
 from txbroker.cli.demo.stock import AFTER_COMMIT, IN_TRANSACTION, PARTITIONS
-from txbroker.cli.run import CommandFailed
+from txbroker.cli.run import CommandFailed, piped_module
 from txbroker.config.settings import load_kafka_access
 from txbroker.core.records import Record
 from txbroker.databases import SQLite
@@ -130,14 +128,8 @@ async def _counting(
     kafka: str, database: Path, stop_at: str, after: int, timeline: Timeline
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run a process of the service; it is killed at the end."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "txbroker.cli.demo.stock", kafka, TOPIC, GROUP, str(database), stop_at, str(after)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C stops the demo, which then ends its process
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
+    where = (kafka, TOPIC, GROUP, str(database))
+    process = await piped_module("txbroker.cli.demo.stock", *where, stop_at, str(after))
     try:
         await _event(process, "ready")
         timeline.show("stock", "started", f"process {process.pid}, consumer group {GROUP}")

@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -17,7 +15,7 @@ from rich.text import Text
 
 from txbroker.cli.demo.shop import Order, create_tables
 from txbroker.cli.proxy.serving import until_owned
-from txbroker.cli.run import CommandFailed
+from txbroker.cli.run import CommandFailed, piped_module
 from txbroker.config.settings import load_settings
 from txbroker.contract.service import TransactionView
 from txbroker.core.records import State
@@ -195,14 +193,7 @@ async def start_worker(
     Args:
         on_event: called with each step that it reports.
     """
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "txbroker.cli.demo.worker", url, str(database), name),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C stops this process, which then ends its workers
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
+    process = await piped_module("txbroker.cli.demo.worker", url, str(database), name)
     worker = Worker(name, process, on_event)
     try:
         await worker.until("ready")

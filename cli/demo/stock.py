@@ -11,6 +11,7 @@ import json
 import sqlite3
 import sys
 
+from txbroker.cli.demo.worker import report
 from txbroker.consumer import Consumer, InDatabase, ReceivedMessage
 from txbroker.databases import SQLite
 
@@ -60,12 +61,6 @@ async def main(
             await asyncio.sleep(_POLL_S)
         await running
     report(step="counted")
-
-
-def report(**event: str) -> None:
-    """Write an event to stdout."""
-    sys.stdout.write(f"{json.dumps(event)}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -137,6 +137,15 @@ def test_missing_extra_is_named_on_import(sdk: Path, code: str, extra: str) -> N
     assert re.search(f"MissingExtra: {sentence}$", done.stderr.strip())
 
 
+def without(missing: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command where a package is missing."""
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; from txbroker.__main__ import main; main()"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
 @pytest.mark.parametrize(
     ("missing", "arguments", "extra"),
     [
@@ -149,12 +158,7 @@ def test_missing_extra_is_named_on_import(sdk: Path, code: str, extra: str) -> N
     ],
 )
 def test_command_names_the_missing_extra(missing: str, arguments: list[str], extra: str) -> None:
-    code = (
-        f"import sys; sys.modules[{missing!r}] = None; from txbroker.__main__ import main; main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60
-    )
+    done = without(missing, *arguments)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         f"Error: the Python package {missing} is missing, run: pip install 'txbroker[{extra}]'\n"
@@ -163,12 +167,7 @@ def test_command_names_the_missing_extra(missing: str, arguments: list[str], ext
 
 @pytest.mark.parametrize("missing", ["aiokafka", "structlog", "pydantic"])
 def test_mistyped_command_is_named_without_the_extras(missing: str) -> None:
-    code = (
-        f"import sys; sys.modules[{missing!r}] = None; from txbroker.__main__ import main; main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "shwo"], capture_output=True, text=True, timeout=60
-    )
+    done = without(missing, "shwo")
     assert done.returncode == 2
     assert "There is no command 'shwo'" in done.stderr
 

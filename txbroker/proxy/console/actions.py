@@ -62,11 +62,6 @@ class Action(Enum):
 _BY_WORD = {action.word: action for action in Action}
 
 
-def allowed(action: Action, state: State | None) -> bool:
-    """Return True if an action is possible in a state, None for any state."""
-    return state is None or state in action.states
-
-
 @dataclass
 class Preview:
     """The transactions an action would cover."""

@@ -1,6 +1,6 @@
 """Format values for pages: ages, times, numbers, bytes, links."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from urllib.parse import quote, urlencode
@@ -92,11 +92,6 @@ def link(path: str, **query: object) -> str:
     """Return a link to a page; empty fields are omitted from the query."""
     fields = {name: str(value) for name, value in query.items() if value not in (None, "")}
     return quote(path) + ("?" + urlencode(fields) if fields else "")
-
-
-def with_query(path: str, query: Mapping[str, object], **more: object) -> str:
-    """Return a link with a query and changed fields."""
-    return link(path, **{**query, **more})
 
 
 def text_of(raw: bytes | None) -> str:

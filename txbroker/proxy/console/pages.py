@@ -13,11 +13,10 @@ from txbroker.contract.service import (
 from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import State
 from txbroker.errors import Unauthorized
-from txbroker.proxy.console.actions import allowed
 from txbroker.proxy.console.concerns import concerns_of
 from txbroker.proxy.console.facts import actions_of, hour_of, overview_of
 from txbroker.proxy.console.filters import PAGE_ROWS, AuditNote, convert, read_listing
-from txbroker.proxy.console.formatting import with_query
+from txbroker.proxy.console.formatting import link
 from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
 from txbroker.proxy.console.visitors import NAME_MAX
 from txbroker.proxy.http.context import within_groups
@@ -114,11 +113,11 @@ async def transactions(request: PageRequest) -> HtmlPage | Redirect:
         "states": list(State),
         "settled": listing.filter.state in SETTLED,
         "offered": _registered(request)[:OWN_OFFERED_MAX],
-        "actions": [a for a in actions_of(request) if allowed(a, listing.filter.state)],
-        "first": None if listing.cursor is None else with_query("/transactions", query),
+        "actions": [a for a in actions_of(request) if listing.filter.state in (None, *a.states)],
+        "first": None if listing.cursor is None else link("/transactions", **query),
         "next": None
         if page.next_cursor is None
-        else with_query("/transactions", query, cursor=page.next_cursor),
+        else link("/transactions", **query, cursor=page.next_cursor),
     }
     return HtmlPage("transactions.html", values)
 

@@ -9,7 +9,7 @@ from txbroker.core.routing import ALPHABET, LENGTH
 from txbroker.core.terms import parse_place
 from txbroker.errors import NotFound
 from txbroker.proxy.console.filters import PAGE_ROWS, convert, read_age_s
-from txbroker.proxy.console.formatting import link, with_query
+from txbroker.proxy.console.formatting import link
 from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
 from txbroker.proxy.http.bodies import SearchQuery
 from txbroker.proxy.http.transactions import searched
@@ -54,7 +54,7 @@ async def find(request: PageRequest) -> HtmlPage | Redirect:
     values = {
         "fields": fields,
         "found": found,
-        "next": following and with_query("/find", {**query, "newer": newer}, cursor=following),
+        "next": following and link("/find", **query, newer=newer, cursor=following),
     }
     return HtmlPage("find.html", values)
 
