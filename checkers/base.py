@@ -116,11 +116,9 @@ class Channel(Protocol):
         Faults of the other side raise nothing: every outcome is a CheckResult, known within
         `timeout_s`.
         """
-        ...
 
     def release(self) -> None:
         """Give the connection back; call it once, also if nothing was asked."""
-        ...
 
 
 class Finder(Protocol):
@@ -128,7 +126,6 @@ class Finder(Protocol):
 
     def at_hand(self, group: str, prefer: str) -> Channel | None:
         """Return the channel that `acquire` would return without waiting, if any."""
-        ...
 
     async def acquire(
         self, group: str, prefer: str, avoid: Collection[str] = ()
@@ -140,7 +137,6 @@ class Finder(Protocol):
             prefer: the instance to use if it can be asked.
             avoid: instances that did not take the question.
         """
-        ...
 
 
 class CheckOwner(Protocol):
@@ -149,7 +145,6 @@ class CheckOwner(Protocol):
     def in_memory(self, id: str) -> bool:
         """Return True if the transaction's messages are in memory. Checks with messages in memory
         do not wait for those whose messages must be read."""
-        ...
 
     async def attempt(
         self, checks: Sequence[AttemptRequest]
@@ -160,12 +155,9 @@ class CheckOwner(Protocol):
         nothing to ask (decided, too early, not of this owner); or the error that kept its marker
         from being written.
         """
-        ...
 
     def still_pending(self, id: str) -> bool:
         """Return True if the transaction is undecided, by all markers that the ledger knows."""
-        ...
 
     async def answered(self, run: Sequence[AttemptResult]) -> None:
         """Apply the results of attempts."""
-        ...

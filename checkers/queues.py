@@ -13,7 +13,6 @@ class Timer(Protocol):
 
     def cancel(self) -> None:
         """Cancel the call."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -83,7 +83,6 @@ class CheckMetrics(Protocol):
         `outcome`: `commit`, `rollback`, `unknown`, `later`, `unclear`, `returned` (an attempt
         that reached no instance) or `unreachable` (no channel, so no attempt was made).
         """
-        ...
 
 
 Later: TypeAlias = Callable[[float, Callable[[], None]], Timer]

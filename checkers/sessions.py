@@ -28,39 +28,32 @@ class CheckableSession(Protocol):
     @property
     def instance(self) -> str:
         """The name of the SDK process within its group."""
-        ...
 
     @property
     def principal_name(self) -> str:
         """The principal of its credential, "" if none is required."""
-        ...
 
     @property
     def address(self) -> str:
         """From where it is connected."""
-        ...
 
     @property
     def client(self) -> str:
         """The library that the process names, "" if it names none."""
-        ...
 
     @property
     def checks(self) -> bool:
         """False if the process has no check function: it knows only its own blocks."""
-        ...
 
     @property
     def draining(self) -> bool:
         """True if the process is about to end and takes no more checks."""
-        ...
 
     def send_check(self, check: wire.CheckQuestion) -> bool:
         """Hand the check to the socket now, without suspension; False if it is closed.
 
         If it returns False or raises, certainly nothing was sent.
         """
-        ...
 
 
 class _Entry:

@@ -142,7 +142,7 @@ def row_lines(
     """Return the lines of rows, for output that continues; JSON is a line for each row.
 
     Args:
-        titles: whether a table or CSV begins with its titles.
+        titles: whether a table or CSV begins with its titles; without, a table keeps its columns.
         widths: of the rows before, so that columns stay aligned; they are updated.
     """
     shown = shown_columns(columns, output)
@@ -179,8 +179,9 @@ class RowStream:
         shown = row_lines(rows, self._columns, self._output, titles=titles, widths=widths)
         click.echo("\n".join(shown.lines))
         sys.stdout.flush()
-        if titles and shown.note:
+        if shown.note:
             click.echo(shown.note, err=True)
+        self._columns = [one for one in self._columns if one.title not in shown.left_out]
         self._titles = False
 
 
@@ -245,7 +246,7 @@ def table(
         c: max(least.get(c.title, 0), cell_len(c.title), *map(cell_len, cells[c])) for c in columns
     }
     least.update({column.title: width for column, width in widths.items()})
-    left_out = _fit(widths, width_of(stream)) if fit else ()
+    left_out = _fit(widths, width_of(stream), drop=titles) if fit else ()
     heading = [f"{column.title:<{width}}" for column, width in widths.items()]
     lines = []
     if titles:
@@ -263,7 +264,7 @@ def table(
     return FittedTable(lines, left_out)
 
 
-def _fit(widths: dict[TableColumn, int], total: int) -> tuple[str, ...]:
+def _fit(widths: dict[TableColumn, int], total: int, *, drop: bool) -> tuple[str, ...]:
     """Reduce the widths of columns to `total`; return the titles of those that were removed."""
 
     def excess(least: Callable[[TableColumn], int]) -> int:
@@ -273,7 +274,7 @@ def _fit(widths: dict[TableColumn, int], total: int) -> tuple[str, ...]:
         return min(widths[column], _TEXT_MIN) if column.text else widths[column]
 
     left_out = []
-    while excess(least_width) > 0:
+    while drop and excess(least_width) > 0:
         order = [column for column in widths if not column.keep]
         if not order:
             break
@@ -380,10 +381,13 @@ def _scalar(value: Any) -> str:
 
 
 @contextmanager
-def progress(*, hidden: bool = False) -> Iterator[Callable[[float, str], None]]:
-    """Yield what shows a part of 1 and a text as a progress bar: on stderr, on a terminal only."""
+def progress(*, hidden: bool = False) -> Iterator[Callable[..., None]]:
+    """Yield what shows a part of 1 and a text as a progress bar: on stderr, on a terminal only.
+
+    None as the part takes the bar away, so that its line can be written.
+    """
     if hidden or not sys.stderr.isatty():
-        yield lambda done, text: None
+        yield lambda done, text="": None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -391,7 +395,12 @@ def progress(*, hidden: bool = False) -> Iterator[Callable[[float, str], None]]:
     columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=1.0)
-        yield lambda done, text: bar.update(task, completed=done, description=text)
+
+        def show(done: float | None, text: str = "") -> None:
+            gone = done is None
+            bar.update(task, completed=done, description=text, visible=not gone, refresh=gone)
+
+        yield show
 
 
 @contextmanager

@@ -100,7 +100,8 @@ def find_command(
         with progress() as show:
             for page in client.pages("search", **query):
                 fresh = [row for row in page["transactions"] if row["id"] not in rows]
-                if streams:
+                if fresh and streams:
+                    show(None)
                     shown.write(fresh)
                 rows |= {row["id"]: row for row in fresh}
                 done, records = page["done"], records + page["records"]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
+import click
 import pytest
 
 from tests.cli.cli_stub import Asked, Reply, Stub
+from tests.cli.terminals import Run
 from tests.kit.cli import Call
 from tests.kit.until import unique
 from txbroker.cli.client import ApiClient
@@ -78,6 +82,20 @@ def test_limit_stops_search_and_says_where(call: Call, stub: Stub) -> None:
     assert "It stopped at 2 after 2,000 records, 50% of all" in found.err
     whole = call("tx", "find", "--key", "k", "--columns", "id", "--url", stub.url)
     assert (whole.out.split()[1:], whole.err) == (list(stub.rows), "")
+
+
+def test_terminal_keeps_its_columns_from_page_to_page(stub: Stub, on_terminal: Run) -> None:
+    pages(stub, 3)
+    for number, row in enumerate(stub.rows.values()):
+        row["group"] = "g" * 12 * (number + 1)
+    shown = on_terminal("tx", "find", "--key", "k", "--url", stub.url, width=90)
+    assert shown.end() == 0
+    lines = [line for line in re.split(r"[\r\n]+|\x1b\[2K", click.unstyle(shown.text)) if line]
+    titles = next(line.split() for line in lines if line.startswith("ID "))
+    rows = [line.split() for line in lines if line.startswith(tuple(stub.rows))]
+    assert [row[1] for row in rows] == ["g" * 12, "g" * 24, "g" * 36]
+    assert {len(row) for row in rows} == {len(titles)}
+    assert not any("\u2501" in line and ("GROUP" in line or "ggg" in line) for line in lines)
 
 
 def test_user_stops_search_and_keeps_what_was_found(

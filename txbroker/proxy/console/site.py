@@ -272,10 +272,9 @@ def _is_secure(request: web.BaseRequest) -> bool:
 async def _read_form(request: web.Request, body: BodyReader) -> dict[str, str]:
     if request.content_type != _FORM:
         raise UnsupportedMediaType("not a form: send the form from the console's own page")
-    if (request.content_length or 0) > FORM_BYTES_MAX:
-        raise TooLarge(f"the form exceeds {FORM_BYTES_MAX} bytes: select fewer transactions")
-    raw = await body.read(request)
-    if len(raw) > FORM_BYTES_MAX:
+    small = (request.content_length or 0) <= FORM_BYTES_MAX
+    raw = await body.read(request) if small else b""
+    if not small or len(raw) > FORM_BYTES_MAX:
         raise TooLarge(f"the form exceeds {FORM_BYTES_MAX} bytes: select fewer transactions")
     try:
         return dict(
