@@ -4,13 +4,7 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 
-from txbroker.checkers.base import (
-    Answered,
-    CheckCall,
-    Unclear,
-    Unreached,
-    shortened,
-)
+from txbroker.checkers.base import Answered, CheckCall, Unclear, Unreached, shortened
 from txbroker.contract.json import (
     MessageError,
     RepeatedKey,

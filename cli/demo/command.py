@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,7 +152,9 @@ def consume_command() -> None:
     topics. Then it releases the key. Exit code 1: something differs. All data is in a temporary
     folder.
     """
-    _run(_show_consuming)
+    _on_kafka(
+        lambda kafka, _, timeline, console: consume.show(kafka, timeline, console, consume.Stock())
+    )
 
 
 @command.command("exactly-once")
@@ -163,7 +165,7 @@ def exactly_once_command() -> None:
     and after its commit, and compares the stock in the database with the messages. Exit code 1:
     they differ. All data is in a temporary folder.
     """
-    _run(_show_exactly_once)
+    _on_kafka(exactly_once.show)
 
 
 def _run(show: Callable[[Path, Console], Coroutine[None, None, None]]) -> None:
@@ -174,20 +176,15 @@ def _run(show: Callable[[Path, Console], Coroutine[None, None, None]]) -> None:
             raise click.Abort
 
 
-async def _show_consuming(folder: Path, console: Console) -> None:
-    timeline = Timeline(console)
-    timeline.title("0. A real Apache Kafka starts")
-    async with run_kafka(folder) as kafka:
-        timeline.show("kafka", "ready", kafka)
-        await consume.show(kafka, timeline, console, consume.Stock())
+def _on_kafka(play: Callable[[str, Path, Timeline, Console], Awaitable[None]]) -> None:
+    async def show(folder: Path, console: Console) -> None:
+        timeline = Timeline(console)
+        timeline.title("0. A real Apache Kafka starts")
+        async with run_kafka(folder) as kafka:
+            timeline.show("kafka", "ready", kafka)
+            await play(kafka, folder, timeline, console)
 
-
-async def _show_exactly_once(folder: Path, console: Console) -> None:
-    timeline = Timeline(console)
-    timeline.title("0. A real Apache Kafka starts")
-    async with run_kafka(folder) as kafka:
-        timeline.show("kafka", "ready", kafka)
-        await exactly_once.show(kafka, folder, timeline, console)
+    _run(show)
 
 
 async def _show(folder: Path, console: Console) -> None:

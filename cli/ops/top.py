@@ -62,10 +62,9 @@ def _unreachable(row: dict[str, Any]) -> str:
 
 
 def _count(name: str, rank: int = 1) -> TableColumn:
-    def shown(row: dict[str, Any]) -> str:
-        return _least(row.get(name), row.get("partial", False))
-
-    return TableColumn(name.upper(), shown, rank=rank)
+    return TableColumn(
+        name.upper(), lambda row: _least(row.get(name), row.get("partial", False)), rank=rank
+    )
 
 
 def _least(value: int | None, partial: bool) -> str:

@@ -20,12 +20,7 @@ from txbroker.cli.options import (
     with_options,
     yes_option,
 )
-from txbroker.cli.output import (
-    Row,
-    object_output_option,
-    output_option,
-    show_rows,
-)
+from txbroker.cli.output import Row, object_output_option, output_option, show_rows
 from txbroker.cli.tx.bulk import (
     CHECK,
     COMMIT,

@@ -65,7 +65,7 @@ class Filter:
         """Describe this filter in words."""
         if self.ids:
             return "this transaction" if len(self.ids) == 1 else "these transactions"
-        parts = [] if self.state is None else [f"{self.state.replace('_', ' ')}"]
+        parts = [] if self.state is None else [self.state.replace("_", " ")]
         if self.group is not None:
             parts.append(f"of group {self.group}")
         if self.topic is not None:
@@ -106,7 +106,8 @@ def read_listing(fields: Mapping[str, str]) -> Listing:
         )
     given = {name: text.strip() for name, text in fields.items() if text.strip()}
     queried: dict[str, object] = {name: given[name] for name in _TAKEN if name in given}
-    queried.update(_older(given.get("older")))
+    if "older" in given:
+        queried["older_than_s"] = read_age_s(given["older"], "older")
     query = convert(queried, ListQuery)
     ids = tuple(plain_id(id.strip()) for id in given.get("id", "").split(",") if id.strip())
     if len(ids) > PAGE_ROWS_MAX:
@@ -114,10 +115,6 @@ def read_listing(fields: Mapping[str, str]) -> Listing:
     chosen = Filter(query.state, query.group, query.topic, query.older_than_s, ids)
     limit = min(query.limit, PAGE_ROWS_MAX) if "limit" in queried else PAGE_ROWS
     return Listing(chosen, limit, query.cursor)
-
-
-def _older(text: str | None) -> dict[str, float]:
-    return {} if text is None else {"older_than_s": read_age_s(text, "older")}
 
 
 def read_age_s(text: str, field: str) -> float:

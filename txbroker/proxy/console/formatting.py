@@ -140,18 +140,8 @@ def sentence(text: str) -> str:
 
 
 _FILTERS = (
-    sentence,
-    age,
-    number,
-    least,
-    rate,
-    time_of,
-    clock_of,
-    machine_time,
-    text_of,
-    kind_of,
-    parts_of,
-)
+    sentence, age, number, least, rate, time_of, clock_of, machine_time, text_of, kind_of, parts_of,
+)  # fmt: skip
 FILTERS: dict[str, Callable[..., object]] = {
     "without_query": partial(without_query, mask=QUERY_MASK),
     **{function.__name__: function for function in _FILTERS},

@@ -4,12 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from aiohttp import web
+from msgspec import structs
 
-from txbroker.contract.service import (
-    Overview,
-    Rates,
-    TransactionView,
-)
+from txbroker.contract.service import Overview, Rates, TransactionView
 from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import State
 from txbroker.errors import Unauthorized
@@ -70,11 +67,7 @@ def sums_of(overview: Overview) -> Sums:
         committed=known(p.committed for p in parts),
         oldest_s=max(ages, default=None),
         # The present of a half partition that Kafka does not answer for is unknown.
-        rates=Rates(
-            sum(rates.prepared_per_s for rates in current),
-            sum(rates.decided_per_s for rates in current),
-            sum(rates.promoted_per_s for rates in current),
-        )
+        rates=Rates(*map(sum, zip(*map(structs.astuple, current), strict=True)))
         if current
         else None,
         partial=overview.partial,

@@ -189,12 +189,6 @@ class OperatorActions:
         self._actions.extendleft(reversed(older[-room:] if room else ()))
 
 
-def _is_operators(marker: Marker) -> bool:
-    # The marker of a check has the schedule as its source, and who asked for it.
-    asked = marker.kind is MarkerKind.CHECK and bool(marker.by)
-    return asked or marker.source is Source.OPERATOR
-
-
 def _operators(record: Record) -> Marker | None:
     """Return an operator's marker; None if the record is none."""
     value = record.value or b""
@@ -205,7 +199,9 @@ def _operators(record: Record) -> Marker | None:
         marker = decode_marker(record)
     except ValueError:
         return None  # replaced messages
-    return marker if _is_operators(marker) else None
+    # The marker of a check has the schedule as its source, and who asked for it.
+    asked = marker.kind is MarkerKind.CHECK and bool(marker.by)
+    return marker if asked or marker.source is Source.OPERATOR else None
 
 
 def _note(actions: MutableSequence[OperatorAction], marker: Marker, group: str, at_ms: int) -> None:
