@@ -29,6 +29,7 @@ def command() -> None:
     """
 
 
+_spark_option = partial(click.option, cls=SectionOption, section="Spark", brief=True)
 _SPARK_OPTIONS: Callable[[F], F] = with_options(
     env_option(
         "--master",
@@ -46,36 +47,19 @@ _SPARK_OPTIONS: Callable[[F], F] = with_options(
         type=click.Choice(["client", "cluster"]),
         default="client",
     ),
-    click.option(
+    _spark_option(
         "--conf",
-        cls=SectionOption,
-        section="Spark",
-        brief=True,
         metavar="KEY=VALUE",
         multiple=True,
         help="A Spark setting, such as spark.driver.memory=4g. Repeatable.",
     ),
-    click.option(
-        "--verbose",
-        cls=SectionOption,
-        section="Spark",
-        brief=True,
-        is_flag=True,
-        help="Show the output of Spark and Java on stderr.",
-    ),
+    _spark_option("--verbose", is_flag=True, help="Show the output of Spark and Java on stderr."),
 )
 
 
 def _seconds(name: str, default: float, text: str) -> Callable[[F], F]:
-    return env_option(
-        name,
-        text,
-        section="Judgement",
-        brief=True,
-        type=float,
-        default=default,
-        metavar="SECONDS",
-    )
+    kind: dict[str, Any] = {"type": float, "default": default, "metavar": "SECONDS"}
+    return env_option(name, text, section="Judgement", brief=True, **kind)
 
 
 _AGE_OPTIONS: Callable[[F], F] = with_options(

@@ -22,108 +22,94 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 DURATION_S = 10.0
 _LONG_S = 7 * 86400.0
-_EXPLAINED = ("--duration-s", "--size", "--in-flight")
+_EXPLAINED = ("--duration-s", "--size", "--in-flight", "--topic")
 _SHARE = click.FloatRange(0.0, 1.0)
 
 
-def _option(name: str, metavar: str, kind: Any, default: Any, text: str) -> Any:
-    return env_option(
-        name,
-        text,
-        prefix="BENCH_",
-        section="Load",
-        brief=name not in _EXPLAINED,
-        type=kind,
-        default=default,
-        metavar=metavar,
-    )
+def _option(name: str, text: str, section: str = "Load", **attributes: Any) -> Any:
+    brief = name not in _EXPLAINED
+    return env_option(name, text, prefix="BENCH_", section=section, brief=brief, **attributes)
+
+
+def _number(name: str, metavar: str, kind: Any, default: Any, text: str) -> Any:
+    return _option(name, text, type=kind, default=default, metavar=metavar)
 
 
 _LOAD_OPTIONS: Callable[[F], F] = with_options(
-    _option("--groups", "N", click.IntRange(1, 10_000), 1, "Producer groups, each with a session."),
-    _option(
+    _number("--groups", "N", click.IntRange(1, 10_000), 1, "Producer groups, each with a session."),
+    _number(
         "--unknown-share",
         "SHARE",
         _SHARE,
         0.0,
         "Share of transactions left undecided, which their check commits.",
     ),
-    _option("--rollback-share", "SHARE", _SHARE, 0.0, "Share of transactions rolled back."),
-    _option(
+    _number("--rollback-share", "SHARE", _SHARE, 0.0, "Share of transactions rolled back."),
+    _number(
         "--warmup-s",
         "SECONDS",
         click.FloatRange(0.0, _LONG_S),
         30.0,
         "Load before the measurement: a new Java process takes three times the CPU.",
     ),
-    _option(
+    _number(
         "--transactions",
         "N",
         click.IntRange(1),
         None,
         "Measure this number of transactions instead of a duration.",
     ),
-    _option(
+    _number(
         "--duration-s",
         "SECONDS",
         click.FloatRange(0.0, _LONG_S, min_open=True),
         None,
         f"Duration of the measurement, {DURATION_S:g} unless --transactions is given.",
     ),
-    _option(
+    _number(
         "--messages-per-transaction", "N", click.IntRange(1, 1000), 1, "Messages per transaction."
     ),
-    _option("--size", "BYTES", click.IntRange(0, 4 << 20), 1024, "Size of each message's value."),
-    _option("--in-flight", "N", click.IntRange(1, 1_000_000), 64, "Transactions in flight."),
+    _number("--size", "BYTES", click.IntRange(0, 4 << 20), 1024, "Size of each message's value."),
+    _number("--in-flight", "N", click.IntRange(1, 1_000_000), 64, "Transactions in flight."),
+    _option(
+        "--http",
+        "Call the HTTP API, with one connection per transaction in flight, instead of SDK "
+        "sessions.",
+        is_flag=True,
+    ),
+    _option(
+        "--keyless",
+        "Send messages without keys, which may go to any partition because they need no order.",
+        is_flag=True,
+    ),
+    _option(
+        "--topic",
+        "An existing topic for the messages.",
+        "Topic",
+        shown="one that is created, and deleted afterwards",
+        metavar="TOPIC",
+    ),
+    _option(
+        "--topic-partitions",
+        "Partitions of the created topic.",
+        "Topic",
+        type=click.IntRange(1, 1000),
+        default=4,
+        metavar="N",
+    ),
+    _option(
+        "--read-along",
+        "Partitions read during the measurement, for promotion latency and rate. The others are "
+        "read afterwards, because reading takes CPU of the same machine.",
+        "Topic",
+        type=click.Choice(["one", "all"]),
+        default="one",
+    ),
 )
 
 
 @click.command("bench", cls=SectionedCommand)
 @_LOAD_OPTIONS
-@env_option(
-    "--http",
-    "Call the HTTP API, with one connection per transaction in flight, instead of SDK sessions.",
-    section="Load",
-    brief=True,
-    prefix="BENCH_",
-    is_flag=True,
-)
-@env_option(
-    "--keyless",
-    "Send messages without keys, which may go to any partition because they need no order.",
-    section="Load",
-    brief=True,
-    prefix="BENCH_",
-    is_flag=True,
-)
-@env_option(
-    "--topic",
-    "An existing topic for the messages.",
-    section="Topic",
-    shown="one that is created, and deleted afterwards",
-    prefix="BENCH_",
-    metavar="TOPIC",
-)
-@env_option(
-    "--topic-partitions",
-    "Partitions of the created topic.",
-    section="Topic",
-    brief=True,
-    prefix="BENCH_",
-    type=click.IntRange(1, 1000),
-    default=4,
-    metavar="N",
-)
-@env_option(
-    "--read-along",
-    "Partitions read during the measurement, for promotion latency and rate. The others are read "
-    "afterwards, because reading takes CPU of the same machine.",
-    section="Topic",
-    brief=True,
-    prefix="BENCH_",
-    type=click.Choice(["one", "all"]),
-    default="one",
-)
 @setting_options((*KAFKA_SETTINGS, "partitions"))
 @object_output_option
 @client_options
