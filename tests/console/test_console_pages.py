@@ -353,8 +353,9 @@ async def test_search_field_takes_id_record_and_key(service: Service, reader: Re
         assert (await reader.open(f"/find?{wrong}")).status in (400, 404), wrong
 
 
+@pytest.mark.parametrize("more", ["", "&newer=2h"])
 async def test_search_goes_on_page_by_page(
-    service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch
+    service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch, more: str
 ) -> None:
     monkeypatch.setattr(scan, "BLOCK", 2)
     monkeypatch.setattr(search, "PAGE_ROWS", 2)
@@ -362,7 +363,7 @@ async def test_search_goes_on_page_by_page(
     ids = [await service.prepare(Message(topic, b"k", b"v"), group=group) for _ in range(5)]
     for id in ids:
         await service.act(id, "rollback")
-    seen, listed = await reader.open(f"/find?group={group}&topic={topic}"), set()
+    seen, listed = await reader.open(f"/find?group={group}&topic={topic}{more}"), set()
     for _ in range(50):
         listed |= set(seen.listed())
         if not seen.links("Search on"):

@@ -2,7 +2,8 @@
 
 import re
 import time
-from dataclasses import dataclass
+
+from msgspec import structs
 
 from txbroker.contract.service import SearchPage, TransactionView
 from txbroker.core.routing import ALPHABET, LENGTH
@@ -21,17 +22,6 @@ _ID_START = re.compile(f"0[{ALPHABET}]{{5,{LENGTH - 1}}}", re.IGNORECASE)
 """Nearly every id begins so, and no order number of a shop that counts from 1."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a page of the search shows: `records` read for it, `done` of the topics so far."""
-
-    views: tuple[TransactionView, ...]
-    done: float
-    records: int
-    unread: int
-    seconds: float
-
-
 async def find(request: PageRequest) -> HtmlPage | Redirect:
     """Search transactions, or redirect to the only one that a text can mean."""
     fields = {name: text.strip() for name, text in request.query.items() if text.strip()}
@@ -48,12 +38,14 @@ async def find(request: PageRequest) -> HtmlPage | Redirect:
     cursor = fields.pop("cursor", None)
     query = {name: fields[name] for name in _TERMS if name in fields}
     newer = fields.get("newer", "")
-    found = following = None
+    found, seconds = None, 0.0
     if query or newer:
-        found, following = await _pages(request, query, newer, cursor)
+        found, seconds = await _pages(request, query, newer, cursor)
+    following = found and found.next_cursor
     values = {
         "fields": fields,
         "found": found,
+        "seconds": seconds,
         "next": following and link("/find", **query, newer=newer, cursor=following),
     }
     return HtmlPage("find.html", values)
@@ -61,8 +53,8 @@ async def find(request: PageRequest) -> HtmlPage | Redirect:
 
 async def _pages(
     request: PageRequest, query: dict[str, str], newer: str, cursor: str | None
-) -> tuple[Found, str | None]:
-    """Read pages of a search until one has found something, and return where it goes on."""
+) -> tuple[SearchPage, float]:
+    """Return the pages of a search until one has found something as one, and the seconds taken."""
     terms: dict[str, object] = {**query}
     if newer:
         now_ms = request.context.service.now_ms()
@@ -72,12 +64,14 @@ async def _pages(
     while True:
         page = await _search(request, terms, cursor)
         views |= {view.id: view for view in page.transactions}
-        cursor, records = page.next_cursor, records + page.records
-        unread += page.unread
+        cursor, records, unread = page.next_cursor, records + page.records, unread + page.unread
         seconds = time.monotonic() - began_s
         full = len(views) >= PAGE_ROWS or seconds > (PAGE_S if views else EMPTY_PAGE_S)
         if cursor is None or full:
-            return Found(tuple(views.values()), page.done, records, unread, seconds), cursor
+            found = tuple(views.values())
+            return structs.replace(
+                page, transactions=found, records=records, unread=unread
+            ), seconds
 
 
 async def _search(request: PageRequest, terms: dict[str, object], cursor: str | None) -> SearchPage:
