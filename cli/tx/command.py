@@ -150,11 +150,9 @@ def _left_out(
     counts: Counter[str] = Counter()
     if to_people and all(value is None for value in query.values()):
         with suppress(ApiError):  # not every credential may ask
-            for row in client.get("overview")["partitions"]:
-                if any(row.get(name, 0) is None for name in _COUNTED):
-                    counts.clear()
-                    break
-                counts.update({name: row.get(name, 0) for name in _COUNTED})
+            rows = client.get("overview")["partitions"]
+            if all(row.get(name, 0) is not None for row in rows for name in _COUNTED):
+                counts.update({name: sum(row.get(name, 0) for row in rows) for name in _COUNTED})
     if more:
         names = {None: _COUNTED[1:], "settled": _COUNTED[:1], "all": _COUNTED}.get(state, (state,))
         total = sum(counts[name] for name in names if name)

@@ -271,10 +271,10 @@ def _partitions(overview: Overview) -> Iterator[Concern]:
 
 def _agree(wording: str, number: int) -> str:
     """Return the singular or plural wording."""
-    if number > 1:
+    if number != 1:
         return wording
     verb, _, rest = wording.partition(" ")
-    singular = {"are": "is", "have": "has", "wait": "waits"}
+    singular = {"are": "is", "have": "has", "wait": "waits", "need": "needs"}
     return f"{singular.get(verb, verb)} {rest}".replace("their topics", "its topics")
 
 
@@ -300,7 +300,7 @@ def _refused(overview: Overview) -> Iterator[Concern]:
         yield Concern(
             Severity.BAD,
             "TxBrokerRefusing",
-            f"{count(total, 'committed transaction')} {_is(total)} refused by a target",
+            f"{count(total, 'committed transaction')} {_agree('are refused by a target', total)}",
             _named("Topic", topics),
             "Fix the topic (create it, raise its max.message.bytes, grant the right); the "
             "transactions are then retried automatically, or at once with Revive.",
@@ -315,7 +315,8 @@ def _lost(overview: Overview) -> Iterator[Concern]:
         yield Concern(
             Severity.BAD,
             "TxBrokerUndecidedLost",
-            f"The messages of {count(total, 'transaction')} that {_is(total)} not settled are gone",
+            f"The messages of {count(total, 'transaction')} that "
+            f"{_agree('are not settled', total)} are gone",
             "In the last hour their half messages were found deleted from Kafka, and there is no "
             "copy of them. They cannot be promoted any more.",
             "Find out what deletes records of the half topic before their retention, and prepare "
@@ -424,8 +425,7 @@ def _parked(overview: Overview) -> Iterator[Concern]:
         yield Concern(
             Severity.BAD,
             "TxBrokerParking",
-            f"{count(total, 'parked transaction')} {'needs' if total == 1 else 'need'} "
-            "a manual decision",
+            f"{count(total, 'parked transaction')} {_agree('need a manual decision', total)}",
             " ".join(filter(None, (_named("Group", groups), _why_parked(first)))),
             "Look up in the group's database whether the local transaction was committed, then "
             "commit or roll back; or revive it if the group can answer again.",
@@ -461,7 +461,7 @@ def _unreachable(overview: Overview) -> Iterator[Concern]:
         title,
         f"{named}For {age(since_s)}: "
         f"{first.unreachable_why or 'no connection'}. {count(waiting, 'transaction')} "
-        f"{'waits' if waiting == 1 else 'wait'} for an answer; no attempt is used up.",
+        f"{_agree('wait for an answer', waiting)}; no attempt is used up.",
         "Start an instance of the service, or fix its check URL. Checks resume automatically.",
         (
             ("The group", link("/group", name=first.group)),
@@ -492,10 +492,6 @@ def _is_old(group: GroupOverview) -> bool:
     return (
         group.unreachable_since_ms is None and (group.oldest_pending_age_s or 0.0) > PENDING_AGE_S
     )
-
-
-def _is(number: int) -> str:
-    return "is" if number == 1 else "are"
 
 
 def _named(noun: str, names: Sequence[str]) -> str:
