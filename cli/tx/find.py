@@ -105,12 +105,12 @@ def find_command(
     done, records, unread, stopped = 0.0, 0, 0, False
     streams = output not in ("json", "yaml")
     try:
-        with _progress() as show:
+        with _progress() as (show, write):
             for page in _pages(client, query):
                 fresh = [row for row in page["transactions"] if row["id"] not in rows]
                 if fresh and streams:
                     lines = row_lines(fresh, COLUMNS, output, titles=not rows).lines
-                    click.echo("\n".join(lines))
+                    write("\n".join(lines))
                 rows |= {row["id"]: row for row in fresh}
                 done, records = page["done"], records + page["records"]
                 unread += page.get("unread", 0)
@@ -141,18 +141,29 @@ def _pages(client: ApiClient, query: dict[str, Any]) -> Iterator[dict[str, Any]]
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[float, str], None]]:
-    """Show a progress bar on stderr, on a terminal only."""
+def _progress() -> Iterator[tuple[Callable[[float, str], None], Callable[[str], None]]]:
+    """Show a progress bar on stderr, on a terminal only.
+
+    Yields a function that sets the bar, and one that writes lines to stdout.
+    """
     if not sys.stderr.isatty():
-        yield lambda done, text: None
+        yield lambda done, text: None, click.echo
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=1.0)
-        yield lambda done, text: progress.update(task, completed=done, description=text)
+
+        def write(lines: str) -> None:
+            # The bar is erased meanwhile: both are on one terminal, and the cursor is at its end.
+            progress.stop()
+            click.echo(lines)
+            progress.start()
+
+        yield lambda done, text: progress.update(task, completed=done, description=text), write
 
 
 @click.command("trace")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import click
 import pytest
 
 from tests.cli.cli_stub import Asked, Reply, Stub
+from tests.cli.terminals import on_terminal
 from tests.kit.cli import Call
 from tests.kit.until import unique
 from txbroker.cli.client import ApiClient
@@ -78,6 +82,16 @@ def test_limit_stops_search_and_says_where(call: Call, stub: Stub) -> None:
     assert "It stopped at 2 after 2,000 records, 50% of all" in found.err
     whole = call("tx", "find", "--key", "k", "--columns", "id", "--url", stub.url)
     assert (whole.out.split()[1:], whole.err) == (list(stub.rows), "")
+
+
+def test_rows_and_progress_share_a_terminal(stub: Stub, tmp_path: Path) -> None:
+    pages(stub, 3)
+    with on_terminal(tmp_path) as run:
+        found = run("tx", "find", "--key", "k", "--columns", "id", "--url", stub.url)
+        assert found.end() == 0
+    assert "100%" in found.text
+    shown = [click.unstyle(line) for line in found.screen]
+    assert "\n".join(shown).split() == ["ID", *stub.rows]
 
 
 def test_user_stops_search_and_keeps_what_was_found(

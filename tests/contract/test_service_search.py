@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.kit.service import FakeEndpoint, Json, Service
-from tests.kit.until import unique
+from tests.kit.until import unique, until
 from txbroker.core.records import Message
 from txbroker.core.routing import make_id, parse_id
 from txbroker.core.settled import SettledWindow
@@ -45,10 +45,14 @@ async def test_settled_transaction_is_shown_whole(
     service: Service, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic, other = await service.topic(), await service.topic()
-    group = await service.group(UNKNOWN, attempts_max=5, check_after_s=0.0, check_interval_s=60)
+    group = await service.group(UNKNOWN, attempts_max=1, check_after_s=0.0, timeout_s=0.1)
     body = [Message(topic, b"k", b"1"), Message(other, b"k", b"2", timestamp_ms=1)]
     id = await service.prepare(*body, group=group, order_key="4711")
-    await service.asked_times(group, 1)
+    for asked in (1, 2):
+        await service.asked_times(group, asked)
+        await until(lambda: service.listed(state="parked", group=group))
+        if asked == 1:
+            await service.act(id, "revive")
     await service.commit(id, by="ann", reason="paid")
     if memory == "summary":
         forget(service)
@@ -60,15 +64,16 @@ async def test_settled_transaction_is_shown_whole(
     assert shown.get("read_back", False) is (memory != "whole")
     assert (shown["state"], shown["source"], shown["reason"]) == ("promoted", "operator", "paid")
     assert shown["by"].startswith("ann")
-    assert (shown["order_key"], shown["attempts"], shown["attempts_max"]) == ("4711", 1, 5)
+    assert (shown["order_key"], shown["attempts"], shown["attempts_max"]) == ("4711", 1, 1)
     assert "gaps" not in shown
     places = [(each["topic"], each["partition"], each["offset"]) for each in shown["messages"]]
     assert places == [(topic, 0, 0), (other, 0, 0)]
-    events = {event["event"]: event for event in shown["timeline"]}
-    assert list(events) == ["prepared", "check", "commit", "promoted"]
-    for name in ("prepared", "check", "commit"):
-        log = "half" if name == "prepared" else "op"
-        assert f".{log}/{shown['partition']}@" in events[name]["record"]
+    names = [event["event"] for event in shown["timeline"]]
+    again = ["check", "park"]
+    assert names == ["prepared", *again, "revive", *again, "commit", "promoted"]
+    for event in shown["timeline"][:-1]:
+        log = "half" if event["event"] == "prepared" else "op"
+        assert f".{log}/{shown['partition']}@" in event["record"]
     assert "None" not in str(shown["timeline"])
     if memory == "none":
         return
