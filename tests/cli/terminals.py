@@ -106,8 +106,10 @@ def on_terminal(config: Path) -> Iterator[Run]:
         running.append(Terminal(pid, handle))
         return running[-1]
 
-    yield run
-    for terminal in running:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(terminal.pid, signal.SIGKILL)
-            os.waitpid(terminal.pid, 0)
+    try:
+        yield run
+    finally:
+        for terminal in running:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(terminal.pid, signal.SIGKILL)
+                os.waitpid(terminal.pid, 0)

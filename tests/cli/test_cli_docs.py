@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import socket
@@ -16,10 +15,10 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.cli.terminals import on_terminal
 from tests.console import order_4711
 from tests.kit.cli import Call, Dev
-from tests.kit.pages import ID, block, session
-from tests.kit.until import until
+from tests.kit.pages import ID, ROOT, block, session
 
 
 @pytest.mark.needs_tool("curl")
@@ -53,9 +52,11 @@ def dev_alone() -> Iterator[str]:
     """A proxy without traces of other tests."""
     with TemporaryDirectory() as folder:
         made = Dev(Path(folder) / "dev")
-        made.start()
-        yield made.url
-        made.end()
+        try:
+            made.start()
+            yield made.url
+        finally:
+            made.end()
 
 
 @pytest.mark.parametrize(
@@ -93,29 +94,36 @@ def test_the_python_example(dev: Dev, ask: Call, tmp_path: Path) -> None:
     assert (shown["decision"], shown["source"]) == ("commit", "producer")
 
 
-async def test_the_check_back_of_the_tutorial(dev: Dev, ask: Call, tmp_path: Path) -> None:
+def test_the_tutorial(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    script = tmp_path / "answer.py"
-    script.write_text(block("docs/start.md", "python").replace("8471", str(port)))
-    output = tmp_path / "output"
-    with output.open("w") as out:
-        answering = subprocess.Popen(
-            [sys.executable, "-u", script], stdout=out, stderr=subprocess.DEVNULL, env=os.environ
-        )
-    try:
-        url = f"http://127.0.0.1:{port}/"
-        assert ask("groups", "register", "asked", "--check-url", url, "--yes").code == 0
-        sent = ask("send", "asked", "20 EUR", "--group", "asked", "--decision", "none")
-        id = sent.out.strip()
-        await until(lambda: _state(ask, id) == "promoted")
-        assert ask("tx", "show", id, "-o", "json").json["source"] == "check"
-        assert f'"id":"{id}"' in output.read_text()
-    finally:
-        answering.kill()
-        answering.wait()
-        ask("groups", "remove", "asked", "--yes")
-
-
-def _state(ask: Call, id: str) -> str:
-    return str(ask("tx", "show", id, "-o", "json").json["state"])
+        port = str(probe.getsockname()[1])
+    page = (ROOT / "docs/start.md").read_text().replace("8471", port)
+    script, output = tmp_path / "answer.py", tmp_path / "output"
+    script.write_text(block("docs/start.md", "python").replace("8471", port))
+    watch, *commands = re.findall(r"^txbroker (.+)$", page, re.MULTILINE)
+    assert len(commands) == 7
+    ids: list[str] = []
+    with dev_alone() as url, on_terminal(tmp_path) as run, output.open("w") as out:
+        environ = {"TXBROKER_URL": url}
+        answering = subprocess.Popen([sys.executable, "-u", script], stdout=out, stderr=out)
+        try:
+            consumer = run(*shlex.split(watch), environ=environ)
+            consumer.until("there is no topic payments")
+            for command in commands:
+                arguments = shlex.split(re.sub(r"\bID$", "".join(ids[-1:]), command))
+                terminal = run(*arguments, environ=environ)
+                if command.startswith(("tx commit", "groups register")):
+                    terminal.until("[y/N]")
+                    terminal.type("y\n")
+                assert terminal.end() == 0, terminal.text
+                if command.startswith("send"):
+                    ids += ID.findall(terminal.text)
+                if command.startswith("tx commit"):
+                    consumer.until(ids[0])
+            consumer.until(ids[1])
+            consumer.type("\x03")
+            consumer.end()
+        finally:
+            answering.kill()
+            answering.wait()
+    assert f'"id":"{ids[1]}"' in output.read_text()
