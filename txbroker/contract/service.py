@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from msgspec import Struct
 
 from txbroker.core.records import Attempt, Cause, Decision, Message, Source, State
+from txbroker.core.terms import Terms
 from txbroker.errors import RequestError
 
 
@@ -184,32 +185,18 @@ class TransactionPage(Struct, frozen=True):
     next_cursor: str | None = None
 
 
-class SearchRequest(Struct, frozen=True):
+class SearchRequest(Terms, frozen=True):
     """A search; all terms must match, None matches any.
 
     A page reads a bounded part of the topics, one half partition after another, the newest
     transactions first: it may find nothing although a later page does.
 
     Attributes:
-        id: the first characters of transaction ids.
-        topic: with a message for this target.
-        key: with a message with this key.
-        header: with a message with this header: name and value.
-        from_ms, to_ms: prepared in this time, `to_ms` excluded, to a second.
         record: `topic/partition@offset`: the transaction of this record; no other term is used.
         cursor: of the last page.
         groups_allowed, groups_denied: as in `ListRequest`.
     """
 
-    id: str | None = None
-    group: str | None = None
-    topic: str | None = None
-    key: bytes | None = None
-    dedup_key: str | None = None
-    order_key: str | None = None
-    header: tuple[str, bytes] | None = None
-    from_ms: int | None = None
-    to_ms: int | None = None
     record: str | None = None
     cursor: str | None = None
     groups_allowed: tuple[str, ...] | None = None

@@ -179,7 +179,9 @@ class Cluster:
             return SearchPage(visible_to(request, (view,)))
         assigned = self._partitions.assigned()
         place = search_place(request, len(assigned))
-        url = None if place is None else self._owner_url(assigned, place.partition, None)
+        url = None
+        if place is not None:
+            url = self._owner_url(assigned, place.steps[place.number][1], None)
         if url is None:
             return await self._broker.search(request)
         return await self._peers.search(url, request)

@@ -14,7 +14,7 @@ from txbroker.errors import (
     NotFound,
     OwnerUnavailable,
 )
-from txbroker.proxy.cluster.forwarding import search_place, terms_of
+from txbroker.proxy.cluster.forwarding import search_place
 from txbroker.proxy.cluster.partition_manager import PartitionManager
 from txbroker.proxy.cluster.views import LogNames, summary, visible_to
 
@@ -42,10 +42,11 @@ class Searcher:
         place = search_place(request, self._door.partitions)
         if place is None:
             return SearchPage(())
-        owner = self._partitions.owner(place.partition)
-        found = await owner.scanner.page(terms_of(request), place.cursor)
-        if self._partitions.owner(place.partition) is not owner:
-            raise OwnerUnavailable(f"half partition {place.partition} moved: retry")
+        layer, partition = place.steps[place.number]
+        owner = self._partitions.owner(partition)
+        found = await owner.scanner.page(layer, request, place.cursor)
+        if self._partitions.owner(partition) is not owner:
+            raise OwnerUnavailable(f"half partition {partition} moved: retry")
         self._partitions.check_in_touch()
         cursor, done = place.after(found.next)
         views = visible_to(request, map(summary, found.transactions))
