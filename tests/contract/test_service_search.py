@@ -10,6 +10,7 @@ import pytest
 from tests.kit.service import FakeEndpoint, Json, Service
 from tests.kit.until import unique
 from txbroker.contract.json import message_to_json
+from txbroker.contract.service import SearchRequest
 from txbroker.core.records import Message
 from txbroker.core.routing import make_id, parse_id
 from txbroker.core.settled import SettledWindow
@@ -223,10 +224,17 @@ async def test_record_leads_to_its_transaction(world: Any, desk: FakeEndpoint) -
         places += [event["record"] for event in shown["timeline"] if event["event"] != "promoted"]
         for place in places:
             assert ids(await service.search(record=place)) == {id}, place
-        beyond = (f"{topic}/0@2", f"{topic}/0@99999", f"{topic}/7@0", f"{topic}x/0@0")
+        beyond = [f"{topic}/0@2", f"{topic}/0@99999", f"{topic}/7@0", f"{topic}x/0@0"]
         for place in beyond:
             with pytest.raises(NotFound, match=r"no record|does not exist"):
                 await service.search(record=place)
+        search = service.proxy.broker.search
+        owns = SearchRequest(record=places[0], groups_allowed=(shown["group"],))
+        assert [view.id for view in (await search(owns)).transactions] == [id]
+        for place in [places[0], *beyond]:
+            hidden = f"there is no record {place} of a transaction of your groups"
+            with pytest.raises(NotFound, match=f"^{hidden}$"):
+                await search(SearchRequest(record=place, groups_allowed=("others",)))
 
 
 @pytest.mark.parametrize(

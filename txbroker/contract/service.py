@@ -188,8 +188,8 @@ class TransactionPage(Struct, frozen=True):
 class SearchRequest(Terms, frozen=True):
     """A search; all terms must match, None matches any.
 
-    A page reads a bounded part of the topics, one half partition after another, the newest
-    transactions first: it may find nothing although a later page does.
+    A page reads a bounded part of one half partition: first the memory of all of them, then their
+    topics, the newest records first. It may find nothing although a later page does.
 
     Attributes:
         record: `topic/partition@offset`: the transaction of this record; no other term is used.
@@ -645,13 +645,16 @@ class Service(Protocol):
     async def revive(self, id: str, *, by: str = "", reason: str = "") -> TransactionStatus:
         """Make a parked transaction pending again, or retry a refused one at once."""
 
-    async def find(self, id: str, *, bodies: bool = False, trace: bool = False) -> TransactionView:
+    async def find(
+        self, id: str, *, bodies: bool = False, trace: bool = False, brief: bool = False
+    ) -> TransactionView:
         """Return everything known about a transaction.
 
         Settled ones that memory has lost in part are read back from the topics.
 
         Args:
             trace: read the places of all its records, and read back for longer.
+            brief: return what memory has of it, without reading back.
         """
 
     async def search(self, request: SearchRequest) -> SearchPage:

@@ -44,6 +44,7 @@ class ById(Struct, frozen=True):
     bodies: bool = False
     group: str = ""
     trace: bool = False
+    brief: bool = False
 
 
 class Failed(Struct, frozen=True):

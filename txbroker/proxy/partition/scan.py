@@ -226,7 +226,7 @@ class Scanner:
         for record in await self._op.pick(match.records[:1]):
             with suppress(Malformed, NewerVersion):
                 marker = decode_marker(record)
-                if marker.id == match.id:
+                if marker.id == match.id and marker.half <= _OFFSET_MAX // 2:
                     return range(marker.half, marker.half + len(match.records) - 1)
         raise NotFound(id=match.id)
 
