@@ -9,6 +9,8 @@ import pytest
 
 from tests.kit.service import FakeEndpoint, Json, Service
 from tests.kit.until import unique, until
+from txbroker.contract.json import message_to_json
+from txbroker.contract.service import SearchRequest
 from txbroker.core.records import Message
 from txbroker.core.routing import make_id, parse_id
 from txbroker.core.settled import SettledWindow
@@ -169,6 +171,35 @@ async def test_forgotten_transaction_is_found_by_key(
     }
 
 
+@pytest.mark.parametrize("memory", ["whole", "summary", "restarted", "none"])
+async def test_final_message_is_found_by_its_key(
+    service: Service, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scan, "BLOCK", 3)
+    topic, key = await service.topic(), unique("key")
+    drafts = [Message(topic, b"draft", b""), Message(topic, b"second", b"")]
+    id = await service.prepare(*drafts, order_key=key)
+    final = [Message(topic, key.encode(), b"v", (("kind", b"final"),)), drafts[1]]
+    await service.commit(id, messages=[message_to_json(message) for message in final])
+    if memory == "summary":
+        forget(service)
+    elif memory == "restarted":
+        await service.restart()
+    elif memory == "none":
+        forget_all(service, monkeypatch)
+    at_ms = (await service.show(id))["prepared_at_ms"]
+    exact: tuple[Json, ...] = (
+        {"key": key},
+        {"key": "draft", "topic": topic},
+        {"header": "kind=final", "topic": topic},
+        {"key": key, "order_key": key, "from_ms": at_ms, "to_ms": at_ms + 1},
+    )
+    for terms in exact:
+        assert ids(await service.search(**terms)) == {id}, terms
+    for mismatch in ({"header": "kind=draft"}, {"order_key": "other"}, {"to_ms": at_ms}):
+        assert ids(await service.search(key=key, **mismatch)) == set(), mismatch
+
+
 async def test_parked_copy_is_found_without_its_half_message(
     world: Any, desk: FakeEndpoint
 ) -> None:
@@ -198,10 +229,17 @@ async def test_record_leads_to_its_transaction(world: Any, desk: FakeEndpoint) -
         places += [event["record"] for event in shown["timeline"] if event["event"] != "promoted"]
         for place in places:
             assert ids(await service.search(record=place)) == {id}, place
-        beyond = (f"{topic}/0@2", f"{topic}/0@99999", f"{topic}/7@0", f"{topic}x/0@0")
+        beyond = [f"{topic}/0@2", f"{topic}/0@99999", f"{topic}/7@0", f"{topic}x/0@0"]
         for place in beyond:
             with pytest.raises(NotFound, match=r"no record|does not exist"):
                 await service.search(record=place)
+        search = service.proxy.broker.search
+        owns = SearchRequest(record=places[0], groups_allowed=(shown["group"],))
+        assert [view.id for view in (await search(owns)).transactions] == [id]
+        for place in [places[0], *beyond]:
+            hidden = f"there is no record {place} of a transaction of your groups"
+            with pytest.raises(NotFound, match=f"^{hidden}$"):
+                await search(SearchRequest(record=place, groups_allowed=("others",)))
 
 
 @pytest.mark.parametrize(

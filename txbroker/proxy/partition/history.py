@@ -193,7 +193,7 @@ async def _read_attempts(
     if known.verdict.op_offset >= 0:
         end = min(end, known.verdict.op_offset + 1 + len(known.places))
     ledger.op_clock_ms = transaction.prepared_at_ms
-    begin = await _first_marker_since(op, start, end, transaction.offset, since_ms)
+    begin = await first_marker_since(op, start, end, transaction.offset, since_ms)
     markers: dict[tuple[str, int, int], tuple[int, int]] = {}
     async for record in _markers_of(op, begin, end, transaction.id, ledger):
         decided = _apply_marker(ledger, record, transaction)
@@ -373,7 +373,7 @@ async def _decided(ledger: Ledger, op: Log, transaction: Transaction, since_ms: 
     start, end = await op.bounds()
     # Checks are judged by op's log clock, which records before `begin` may have put forward.
     ledger.op_clock_ms = transaction.prepared_at_ms
-    begin = await _first_marker_since(op, start, end, transaction.offset, since_ms)
+    begin = await first_marker_since(op, start, end, transaction.offset, since_ms)
     # If that was misled, from the start: there is a marker, unless retention deleted it.
     for first in dict.fromkeys((begin, start)):
         async for record in _markers_of(op, first, end, transaction.id, ledger):
@@ -394,7 +394,7 @@ def _apply_marker(ledger: Ledger, record: Record, transaction: Transaction) -> b
     return True
 
 
-async def _first_marker_since(op: Log, start: int, end: int, half: int, since_ms: int) -> int:
+async def first_marker_since(op: Log, start: int, end: int, half: int, since_ms: int) -> int:
     """Return an offset below which the transaction with its half message at `half` has no markers,
     by binary search.
 
