@@ -148,9 +148,11 @@ class Terms(Struct, frozen=True):
         half = transaction.half
         if self.key is not None and keys:
             # Those of before a restart have no mark: the half topic has their keys.
-            topics = {place.topic for place in transaction.places}
-            marks = [key_mark(topic, self.key) for topic in topics]
-            if all(transaction.keys & mark != mark for mark in marks):
+            for place in transaction.places:
+                mark = key_mark(place.topic, self.key)
+                if transaction.keys & mark == mark:
+                    break
+            else:
                 return False
         return (
             (self.id is None or half.id.startswith(self.id))

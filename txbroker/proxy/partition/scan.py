@@ -254,14 +254,17 @@ async def search_memory(
         for transaction in rows:
             at, gone = transaction.offset, transaction.offset < start
             seen = at
-            if terms.match(transaction, keys=not gone) and await _match_messages(
-                transaction, bodies, terms, read=gone or terms.key is not None
-            ):
+            if not terms.match(transaction, keys=not gone):
+                continue
+            read = gone or terms.key is not None
+            if await _match_messages(transaction, bodies, terms, read=read):
                 half = range(at, at + len(transaction.places))
                 matches.append(Match(transaction.id, half, Cursor(at - 1)))
             if len(matches) == MATCHES_MAX or time.monotonic() > deadline_s:
                 return ScanPage(matches, next=Cursor(seen))
-        await yielder.step()
+        if time.monotonic() > deadline_s:
+            return ScanPage(matches, next=Cursor(seen))
+        await yielder.piece()
     return ScanPage(matches)
 
 
