@@ -389,11 +389,12 @@ def progress(*, hidden: bool = False) -> Iterator[Callable[..., None]]:
     if hidden or not sys.stderr.isatty():
         yield lambda done, text="": None
         return
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    text, left = bars.TextColumn("{task.description}"), bars.TimeRemainingColumn()
+    columns = (bars.BarColumn(), bars.TaskProgressColumn(), text, left)
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=1.0)
 
         def show(done: float | None, text: str = "") -> None:

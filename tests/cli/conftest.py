@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli import terminals
 from tests.cli.cli_stub import Stub, stub
-from tests.cli.terminals import Run, terminals
+from tests.cli.terminals import Run
 from tests.kit.cli import Call, Dev, Result
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
@@ -108,7 +109,7 @@ def ask(call: Call, dev: Dev) -> Call:
 @pytest.fixture
 def on_terminal(tmp_path: Path) -> Iterator[Run]:
     """Run commands on terminals, without the user's contexts."""
-    with terminals(tmp_path) as run:
+    with terminals.on_terminal(tmp_path) as run:
         yield run
 
 

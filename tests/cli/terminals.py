@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -32,6 +33,22 @@ class Terminal:
         while what not in self.text:
             assert time.monotonic() < deadline, self.text
             self._read(0.05)
+
+    @property
+    def screen(self) -> list[str]:
+        """The lines that stand on it, with colours: without what was erased."""
+        lines, row = [""], 0
+        for part in re.split(r"(\x1b\[[0-9;?]*[A-Zhl]|\r?\n|\r)", self.text):
+            if part.endswith("\n"):
+                row += 1
+                lines += [""] * (row + 1 - len(lines))
+            elif part == "\x1b[2K":
+                lines[row] = ""
+            elif part == "\x1b[1A":
+                row -= 1
+            elif not re.fullmatch(r"\x1b\[\?25[hl]|\r", part):
+                lines[row] += part
+        return lines
 
     def wait(self) -> None:
         """Read its output, for a moment."""
@@ -71,7 +88,7 @@ class Run(Protocol):
 
 
 @contextmanager
-def terminals(config: Path) -> Iterator[Run]:
+def on_terminal(config: Path) -> Iterator[Run]:
     """Yield a function that runs commands on terminals; `config` is their config folder."""
     running: list[Terminal] = []
 
@@ -89,8 +106,10 @@ def terminals(config: Path) -> Iterator[Run]:
         running.append(Terminal(pid, handle))
         return running[-1]
 
-    yield run
-    for terminal in running:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(terminal.pid, signal.SIGKILL)
-            os.waitpid(terminal.pid, 0)
+    try:
+        yield run
+    finally:
+        for terminal in running:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(terminal.pid, signal.SIGKILL)
+                os.waitpid(terminal.pid, 0)

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.cli.terminals import on_terminal
+from tests.console import order_4711
 from tests.kit.cli import Call, Dev
-from tests.kit.until import unique, until
-
-ROOT = Path(__file__).parents[2]
-
-
-def block(page: str, language: str) -> str:
-    """Return the one block of a language in a page."""
-    (found,) = re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    return str(found)
+from tests.kit.pages import ID, ROOT, block, session
 
 
 @pytest.mark.needs_tool("curl")
@@ -44,6 +39,7 @@ def masked(text: str) -> list[str]:
         (r"[0-9A-Z]{26}", "ID"),
         (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}Z", "TIME"),
         (r"operator, \S+ via", "operator, WHO via"),
+        (r"\b(\d+[dhms])+\b", "AGE"),
         (r"\d+", "N"),
         (r"[ \t]+", " "),
     ):
@@ -51,33 +47,41 @@ def masked(text: str) -> list[str]:
     return [line.strip() for line in text.strip().splitlines()]
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Dev]:
+@contextmanager
+def dev_alone() -> Iterator[str]:
     """A proxy without traces of other tests."""
-    made = Dev(tmp_path / "dev")
-    made.start()
-    yield made
-    made.end()
+    with TemporaryDirectory() as folder:
+        made = Dev(Path(folder) / "dev")
+        try:
+            made.start()
+            yield made.url
+        finally:
+            made.end()
 
 
-def test_the_ten_commands(call: Call, alone: Dev) -> None:
-    topic, group, id = unique("topic"), unique("group"), ""
-    parts = re.split(r"^\$ txbroker ", block("README.md", "console"), flags=re.M)[1:]
-    assert len(parts) == 10
-    for part in parts:
-        command, _, output = part.partition("\n")
-        written = re.search(r"\b[0-9A-Z]{26}\b", command)
-        for old, new in (("orders", topic), ("shop", group), (written and written[0], id)):
-            command = command.replace(old, new) if old else command
-        done = call(*shlex.split(command), "--url", alone.url)
-        assert done.code == 0, (command, done.err)
-        id = id or done.out.strip()
-        shown = masked(done.out.replace(topic, "orders").replace(group, "shop"))
-        # `…` stands for lines that are left out.
-        for lines in output.split("…\n"):
-            wanted = masked(lines)
-            starts = range(len(shown) - len(wanted) + 1)
-            assert any(shown[at : at + len(wanted)] == wanted for at in starts), (command, shown)
+@pytest.mark.parametrize(
+    ("page", "proxy", "count"),
+    [("README.md", dev_alone, 10), (order_4711.PAGE, order_4711.night, 4)],
+    ids=["the ten commands", "order 4711"],
+)
+def test_sessions_in_pages(
+    call: Call, page: str, proxy: Callable[[], AbstractContextManager[str]], count: int
+) -> None:
+    commands, id = session(page), ""
+    assert len(commands) == count
+    with proxy() as url:
+        for command, output in commands:
+            done = call(*shlex.split(ID.sub(id, command), comments=True), "--url", url)
+            assert done.code == 0, (command, done.err)
+            found = ID.search(done.out)
+            id = id or (found[0] if found else "")
+            shown = masked(done.out)
+            # `…` stands for lines that are left out.
+            for lines in output.split("…\n"):
+                wanted = masked(lines)
+                starts = range(len(shown) - len(wanted) + 1)
+                same = (shown[at : at + len(wanted)] == wanted for at in starts)
+                assert any(same), (command, shown)
 
 
 def test_the_python_example(dev: Dev, ask: Call, tmp_path: Path) -> None:
@@ -90,29 +94,36 @@ def test_the_python_example(dev: Dev, ask: Call, tmp_path: Path) -> None:
     assert (shown["decision"], shown["source"]) == ("commit", "producer")
 
 
-async def test_the_check_back_of_the_tutorial(dev: Dev, ask: Call, tmp_path: Path) -> None:
+def test_the_tutorial(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    script = tmp_path / "answer.py"
-    script.write_text(block("docs/start.md", "python").replace("8471", str(port)))
-    output = tmp_path / "output"
-    with output.open("w") as out:
-        answering = subprocess.Popen(
-            [sys.executable, "-u", script], stdout=out, stderr=subprocess.DEVNULL, env=os.environ
-        )
-    try:
-        url = f"http://127.0.0.1:{port}/"
-        assert ask("groups", "register", "asked", "--check-url", url, "--yes").code == 0
-        sent = ask("send", "asked", "20 EUR", "--group", "asked", "--decision", "none")
-        id = sent.out.strip()
-        await until(lambda: _state(ask, id) == "promoted")
-        assert ask("tx", "show", id, "-o", "json").json["source"] == "check"
-        assert f'"id":"{id}"' in output.read_text()
-    finally:
-        answering.kill()
-        answering.wait()
-        ask("groups", "remove", "asked", "--yes")
-
-
-def _state(ask: Call, id: str) -> str:
-    return str(ask("tx", "show", id, "-o", "json").json["state"])
+        port = str(probe.getsockname()[1])
+    page = (ROOT / "docs/start.md").read_text().replace("8471", port)
+    script, output = tmp_path / "answer.py", tmp_path / "output"
+    script.write_text(block("docs/start.md", "python").replace("8471", port))
+    watch, *commands = re.findall(r"^txbroker (.+)$", page, re.MULTILINE)
+    assert len(commands) == 7
+    ids: list[str] = []
+    with dev_alone() as url, on_terminal(tmp_path) as run, output.open("w") as out:
+        environ = {"TXBROKER_URL": url}
+        answering = subprocess.Popen([sys.executable, "-u", script], stdout=out, stderr=out)
+        try:
+            consumer = run(*shlex.split(watch), environ=environ)
+            consumer.until("there is no topic payments")
+            for command in commands:
+                arguments = shlex.split(re.sub(r"\bID$", "".join(ids[-1:]), command))
+                terminal = run(*arguments, environ=environ)
+                if command.startswith(("tx commit", "groups register")):
+                    terminal.until("[y/N]")
+                    terminal.type("y\n")
+                assert terminal.end() == 0, terminal.text
+                if command.startswith("send"):
+                    ids += ID.findall(terminal.text)
+                if command.startswith("tx commit"):
+                    consumer.until(ids[0])
+            consumer.until(ids[1])
+            consumer.type("\x03")
+            consumer.end()
+        finally:
+            answering.kill()
+            answering.wait()
+    assert f'"id":"{ids[1]}"' in output.read_text()

@@ -1,4 +1,5 @@
-"""Take pictures of every page of the console, with 10,000 pending transactions and some trouble.
+"""Take pictures of every page of the console, with 10,000 pending transactions and some trouble,
+and record a session in a terminal.
 
     .venv/bin/python -m tests.console.screens docs/operate/screens [--every]
 
@@ -21,6 +22,7 @@ from urllib.request import urlopen
 
 import aiohttp
 
+from tests.console import order_4711
 from tests.console.chromium import Browser, browser
 from txbroker.sdk import Decision
 from txbroker.sdk.blocking import BlockingTransactionalProducer
@@ -153,6 +155,7 @@ def main() -> None:
     given = arguments.parse_args()
     folder, every = given.folder, given.every
     folder.mkdir(parents=True, exist_ok=True)
+    order_4711.record(folder / "order-4711.svg")
     with ExitStack() as stack:
         broker = stack.enter_context(
             InMemoryBroker(partitions=4, create_target_topics=False, pending_group_max=50_000)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tests.kit.service import FakeEndpoint, Json, Service
-from tests.kit.until import unique
+from tests.kit.until import unique, until
+from txbroker.contract.json import message_to_json
+from txbroker.contract.service import SearchRequest
 from txbroker.core.records import Message
 from txbroker.core.routing import make_id, parse_id
 from txbroker.core.settled import SettledWindow
@@ -45,10 +47,14 @@ async def test_settled_transaction_is_shown_whole(
     service: Service, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic, other = await service.topic(), await service.topic()
-    group = await service.group(UNKNOWN, attempts_max=5, check_after_s=0.0, check_interval_s=60)
+    group = await service.group(UNKNOWN, attempts_max=1, check_after_s=0.0, timeout_s=0.1)
     body = [Message(topic, b"k", b"1"), Message(other, b"k", b"2", timestamp_ms=1)]
     id = await service.prepare(*body, group=group, order_key="4711")
-    await service.asked_times(group, 1)
+    for asked in (1, 2):
+        await service.asked_times(group, asked)
+        await until(lambda: service.listed(state="parked", group=group))
+        if asked == 1:
+            await service.act(id, "revive")
     await service.commit(id, by="ann", reason="paid")
     if memory == "summary":
         forget(service)
@@ -60,15 +66,16 @@ async def test_settled_transaction_is_shown_whole(
     assert shown.get("read_back", False) is (memory != "whole")
     assert (shown["state"], shown["source"], shown["reason"]) == ("promoted", "operator", "paid")
     assert shown["by"].startswith("ann")
-    assert (shown["order_key"], shown["attempts"], shown["attempts_max"]) == ("4711", 1, 5)
+    assert (shown["order_key"], shown["attempts"], shown["attempts_max"]) == ("4711", 1, 1)
     assert "gaps" not in shown
     places = [(each["topic"], each["partition"], each["offset"]) for each in shown["messages"]]
     assert places == [(topic, 0, 0), (other, 0, 0)]
-    events = {event["event"]: event for event in shown["timeline"]}
-    assert list(events) == ["prepared", "check", "commit", "promoted"]
-    for name in ("prepared", "check", "commit"):
-        log = "half" if name == "prepared" else "op"
-        assert f".{log}/{shown['partition']}@" in events[name]["record"]
+    names = [event["event"] for event in shown["timeline"]]
+    again = ["check", "park"]
+    assert names == ["prepared", *again, "revive", *again, "commit", "promoted"]
+    for event in shown["timeline"][:-1]:
+        log = "half" if event["event"] == "prepared" else "op"
+        assert f".{log}/{shown['partition']}@" in event["record"]
     assert "None" not in str(shown["timeline"])
     if memory == "none":
         return
@@ -164,6 +171,35 @@ async def test_forgotten_transaction_is_found_by_key(
     }
 
 
+@pytest.mark.parametrize("memory", ["whole", "summary", "restarted", "none"])
+async def test_final_message_is_found_by_its_key(
+    service: Service, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scan, "BLOCK", 3)
+    topic, key = await service.topic(), unique("key")
+    drafts = [Message(topic, b"draft", b""), Message(topic, b"second", b"")]
+    id = await service.prepare(*drafts, order_key=key)
+    final = [Message(topic, key.encode(), b"v", (("kind", b"final"),)), drafts[1]]
+    await service.commit(id, messages=[message_to_json(message) for message in final])
+    if memory == "summary":
+        forget(service)
+    elif memory == "restarted":
+        await service.restart()
+    elif memory == "none":
+        forget_all(service, monkeypatch)
+    at_ms = (await service.show(id))["prepared_at_ms"]
+    exact: tuple[Json, ...] = (
+        {"key": key},
+        {"key": "draft", "topic": topic},
+        {"header": "kind=final", "topic": topic},
+        {"key": key, "order_key": key, "from_ms": at_ms, "to_ms": at_ms + 1},
+    )
+    for terms in exact:
+        assert ids(await service.search(**terms)) == {id}, terms
+    for mismatch in ({"header": "kind=draft"}, {"order_key": "other"}, {"to_ms": at_ms}):
+        assert ids(await service.search(key=key, **mismatch)) == set(), mismatch
+
+
 async def test_parked_copy_is_found_without_its_half_message(
     world: Any, desk: FakeEndpoint
 ) -> None:
@@ -193,10 +229,17 @@ async def test_record_leads_to_its_transaction(world: Any, desk: FakeEndpoint) -
         places += [event["record"] for event in shown["timeline"] if event["event"] != "promoted"]
         for place in places:
             assert ids(await service.search(record=place)) == {id}, place
-        beyond = (f"{topic}/0@2", f"{topic}/0@99999", f"{topic}/7@0", f"{topic}x/0@0")
+        beyond = [f"{topic}/0@2", f"{topic}/0@99999", f"{topic}/7@0", f"{topic}x/0@0"]
         for place in beyond:
             with pytest.raises(NotFound, match=r"no record|does not exist"):
                 await service.search(record=place)
+        search = service.proxy.broker.search
+        owns = SearchRequest(record=places[0], groups_allowed=(shown["group"],))
+        assert [view.id for view in (await search(owns)).transactions] == [id]
+        for place in [places[0], *beyond]:
+            hidden = f"there is no record {place} of a transaction of your groups"
+            with pytest.raises(NotFound, match=f"^{hidden}$"):
+                await search(SearchRequest(record=place, groups_allowed=("others",)))
 
 
 @pytest.mark.parametrize(

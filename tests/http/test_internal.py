@@ -34,7 +34,7 @@ from txbroker.errors import (
     TooLarge,
     request_errors,
 )
-from txbroker.proxy.cluster.forwarding import PREFIX
+from txbroker.proxy.cluster.forwarding import PREFIX, ById
 from txbroker.proxy.cluster.peers import Peers, Unsent
 from txbroker.proxy.cluster.watchers import SILENT_LOOKS, PeerWatcher
 
@@ -103,7 +103,7 @@ async def test_forwarded_calls_arrive_unchanged(api: Api, peer: Peers) -> None:
     api.service.park(stored.id)
     await peer.revive(api.url, stored.id, by="me", reason="because")
     await peer.check(api.url, stored.id, by="you", reason="now", group="")
-    view = await peer.find(api.url, stored.id, bodies=True)
+    view = await peer.find(api.url, ById(stored.id, bodies=True, brief=True))
     assert view == api.service.views[stored.id]
     assert view.messages[0].message == MESSAGE
     request = ListRequest(State.PENDING, "orders", "payments", 1.5, 10, None, (0, 2))
@@ -116,7 +116,7 @@ async def test_forwarded_calls_arrive_unchanged(api: Api, peer: Peers) -> None:
         decide,
         ("revive", stored.id, "me", "because"),
         ("check", stored.id, "you", "now"),
-        ("find", stored.id, True),
+        ("find", stored.id, True, True),
         request,
         search,
     ]
@@ -128,7 +128,7 @@ async def test_errors_keep_their_type_between_proxies(
 ) -> None:
     api.service.failure = kind("in words", id=ID, state=State.PARKED, retry_after_s=3)
     with pytest.raises(RequestError) as error:
-        await peer.find(api.url, ID, bodies=False)
+        await peer.find(api.url, ById(ID))
     assert type(error.value) is kind
     assert str(error.value) == "in words"
     assert error.value.details == {"id": ID, "state": "parked", "retry_after_s": 3}
@@ -147,7 +147,7 @@ async def test_failure_of_other_proxy_is_reported(
 ) -> None:
     api.service.failure = failure
     with pytest.raises(RequestError, match=f"^{words}") as error:
-        await peer.find(api.url, ID, bodies=False)
+        await peer.find(api.url, ById(ID))
     assert type(error.value) is kind
 
 
@@ -155,7 +155,7 @@ async def test_error_of_newer_build_is_a_failure(peer: Peers) -> None:
     failure = msgspec.msgpack.encode({"code": "brand_new", "message": "new", "more": 1})
     async with server(answering(packed(failure, "409 Conflict"), then_close=True)) as url:
         with pytest.raises(RequestError, match="new") as error:
-            await peer.find(url, ID, bodies=False)
+            await peer.find(url, ById(ID))
     assert error.value.code == "failed"
 
 
@@ -238,14 +238,14 @@ async def test_calls_have_the_current_peer_secret_and_no_token() -> None:
     async with server(answer) as url, peers(lambda: secrets[len(seen)]) as made:
         for _ in secrets:
             with pytest.raises(OwnerUnavailable):
-                await made.find(url, ID, bodies=False)
+                await made.find(url, ById(ID))
     assert seen == [None, "one", "two"]
 
 
 async def test_wrong_peer_secret_is_not_the_callers_error(tmp_path: Path) -> None:
     async with running_api(**proved(tmp_path)) as api, peers(lambda: "another") as made:
         with pytest.raises(OwnerUnavailable, match="403 not_a_peer"):
-            await made.find(api.url, ID, bodies=False)
+            await made.find(api.url, ById(ID))
 
 
 # --- bounds ----------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ async def test_answer_of_other_proxy_times_out(api: Api) -> None:
         waits = DecideRequest(ID, Decision.COMMIT, wait=True)
         waiting = asyncio.ensure_future(made.decide(api.url, waits))
         with pytest.raises(OwnerUnavailable):
-            await made.find(api.url, ID, bodies=False)
+            await made.find(api.url, ById(ID))
         assert not waiting.done()
         api.service.gate.set()
         assert (await waiting).state is State.PROMOTED

@@ -11,7 +11,7 @@ from typing import Any
 
 from txbroker.kafka.client.connection import open_connection
 
-PRODUCE, OFFSET_COMMIT, JOIN_GROUP, HEARTBEAT, SYNC_GROUP = 0, 8, 11, 12, 14
+PRODUCE, FETCH, OFFSET_COMMIT, JOIN_GROUP, HEARTBEAT, SYNC_GROUP = 0, 1, 8, 11, 12, 14
 INIT_PRODUCER_ID, ADD_PARTITIONS, ADD_OFFSETS, END_TXN, TXN_OFFSET_COMMIT = 22, 24, 25, 26, 28
 _SIZE = struct.Struct(">i")
 _HEADER = struct.Struct(">hhi")

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.kafka.relay import ADD_PARTITIONS, END_TXN, INIT_PRODUCER_ID, PRODUCE, Fate, Relay, fates
+from tests.kafka.relay import (
+    ADD_PARTITIONS,
+    END_TXN,
+    FETCH,
+    INIT_PRODUCER_ID,
+    PRODUCE,
+    Fate,
+    Relay,
+    fates,
+)
 from tests.kafka.small_turns import FENCED_CODES, Relayed, claim, progress, write
 from tests.kit.kafka import KafkaHarness
 from txbroker.core.records import Record
@@ -138,6 +147,25 @@ async def test_never_answered_append_is_unknown_and_log_continues(
         await log.append([Record(b"a", b"")])
     relay.decide = fates(-1)
     assert (await log.append([Record(b"b", b"")])).base_offset == 0
+
+
+async def test_read_waits_for_no_other_read(world: KafkaHarness, make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    log = (await world.door("one", relay.open)).partition(0).half
+    await log.append([Record(b"a", b""), Record(b"b", b"")])
+
+    async def keys(start: int, end: int) -> list[bytes | None]:
+        return [record.key async for records in log.read(start, end) for record in records]
+
+    relay.decide = fates(FETCH, Fate.HOLD)
+    scan = asyncio.create_task(keys(0, 1))
+    held = await relay.caught()
+    async with asyncio.timeout(5):
+        assert await log.bounds() == (0, 2)
+        assert await keys(1, 2) == [b"b"]
+    assert not scan.done()
+    await held.deliver()
+    assert await scan == [b"a"]
 
 
 async def test_cancelled_write_breaks_the_writer(relayed: Relayed) -> None:

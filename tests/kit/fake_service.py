@@ -145,8 +145,10 @@ class FakeService:
         """Let a transaction have had its last attempt."""
         self._change(id, state=State.PARKED, attempts=15)
 
-    async def find(self, id: str, *, bodies: bool = False, trace: bool = False) -> TransactionView:
-        await self._come_in(("find", id, bodies))
+    async def find(
+        self, id: str, *, bodies: bool = False, trace: bool = False, brief: bool = False
+    ) -> TransactionView:
+        await self._come_in(("find", id, bodies, brief))
         return self._view(id)
 
     async def search(self, request: SearchRequest) -> SearchPage:

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from tests.kit.logs import WINDOW_MS
-from tests.rules.harness import Harness, roll_back
+from tests.rules.harness import Harness, commit, roll_back
 from txbroker.core.encoding import encode_contents, encode_half, encode_marker, promoted_headers
 from txbroker.core.records import (
     RECORD_VERSION,
@@ -39,11 +39,10 @@ from txbroker.proxy.partition.history import (
     search,
 )
 from txbroker.proxy.partition.scan import (
-    DONE,
-    MEMORY_DONE,
     Cursor,
-    search_half,
+    Layer,
     search_memory,
+    search_topic,
 )
 from txbroker.testing.topics import MemoryPartition
 
@@ -289,13 +288,14 @@ async def test_summary_is_read_back_or_names_its_gaps(gone: str) -> None:
     words = " ".join(account.gaps)
     if gone in ("nothing", "half"):
         assert decider == (Source.OPERATOR, "ann", "by hand")
-        assert account.markers["rollback", 0, 0] == verdict.op_offset
+        assert account.markers["rollback", 0, 0][0] == verdict.op_offset
     else:
         assert decider == (None, "", "")
         assert "the deciding marker" in words
     if gone == "nothing":
         assert (attempts, account.attempts_known, account.gaps) == ([(1, 1), (1, 2)], True, [])
-        assert account.markers["check", 1, 1] < account.markers["check", 1, 2] < verdict.op_offset
+        first, second = (account.markers["check", 1, number][0] for number in (1, 2))
+        assert first < second < verdict.op_offset
     else:
         assert not account.attempts_known
     assert ("its half message" in words) is (gone in ("half", "both"))
@@ -339,12 +339,12 @@ async def test_target_offsets_are_read_back_or_named_as_gaps(gone: str) -> None:
     assert account.is_whole is (gone == "nothing")
 
 
-async def scanned(past: Past, terms: Terms) -> list[str]:
-    """Return the ids of all pages of a scan of the half topic."""
+async def scanned(past: Past, terms: Terms, layer: Layer = Layer.HALF) -> list[str]:
+    """Return the ids of all pages of a scan of a topic."""
     found: list[str] = []
-    cursor: Cursor | None = MEMORY_DONE
+    cursor: Cursor | None = Cursor()
     while cursor is not None:
-        page = await search_half(past.half, terms, cursor)
+        page = await search_topic(past.half, past.op, layer, terms, cursor)
         assert page.next != cursor
         found += [match.id for match in page.matches]
         cursor = page.next
@@ -377,18 +377,69 @@ async def test_scan_reads_all_or_fails(trouble: str, monkeypatch: pytest.MonkeyP
     assert set(await scanned(past, Terms(group="g"))) == expected
 
 
+async def test_scan_of_markers_begins_at_the_given_time() -> None:
+    past = Past()
+    past.run(3000)
+    id, final = past.prepare(), Message("t", b"final", b"", partition=1)
+    past.run(20)
+    past.mark("commit", id, final)
+    past.run(200)
+    terms = Terms(key=b"final", from_ms=past.half_ms - 60_000)
+    past.op.read_records = 0
+    assert await scanned(past, terms, Layer.OP) == [id]
+    assert past.op.read_records < 1500
+    assert await scanned(past, structs.replace(terms, key=b"k"), Layer.OP) == []
+
+
+async def test_final_messages_of_a_void_commit_are_not_found(harness: Harness) -> None:
+    owner, id = await harness.new_pending()
+    message = Message("t", b"final", b"v", partition=0)
+    await commit(owner, id, messages=(message,))
+    other = await harness.prepared(owner)
+    await roll_back(owner, other)
+    for each, place in ((other, 0), (other, (1 << 63) - 1), (make_id(0, 1, 1), 0)):
+        harness.zombie_mark("commit", each, half=place, contents=1)
+        for record in encode_contents(Half(each, "g", (message,)), (message,)):
+            harness.zombie_op(record)
+    # What another client writes, with a count that no transaction of ours has.
+    (record,) = encode_half(Half(other, "g", (message,)))
+    many = [(n, b"0/%d" % (1 << 50) if n == "txb-seq" else v) for n, v in record.headers]
+    harness.zombie_op(structs.replace(record, headers=tuple(many)))
+    found = await owner.scanner.page(Layer.OP, Terms(key=b"final"), Cursor())
+    assert [each.id for each in found.transactions] == [id]
+    assert (found.unread, found.next) == (0, None)
+
+
+async def test_page_of_large_transactions_is_bounded(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scan, "LISTED_MESSAGES_MAX", 3)
+    messages = [Message("t", b"k", b"v", partition=0)] * 2
+    owner, first = await harness.new_pending(*messages)
+    ids = {first, *[await harness.prepared(owner, *messages) for _ in range(4)]}
+    for layer in (Layer.MEMORY, Layer.HALF):
+        found: list[list[str]] = []
+        cursor: Cursor | None = Cursor()
+        while cursor is not None:
+            page = await owner.scanner.page(layer, Terms(key=b"k"), cursor)
+            found.append([each.id for each in page.transactions])
+            cursor = page.next
+        assert [len(page) for page in found] == [1] * 5, layer
+        assert {id for page in found for id in page} == ids
+
+
 async def test_scan_of_memory_is_bounded_in_time(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scan, "PAGE_S", 0.0)
     owner, first = await harness.new_pending()
     ids = [first, *[await harness.prepared(owner) for _ in range(3)]]
-    index, seen, pages = owner.ledger.index.by_offset, -1, []
-    while seen != DONE:
-        page = await search_memory(index, owner.bodies, Terms(), seen, 0)
-        assert page.next is not None
+    index, pages = owner.ledger.index.by_offset, []
+    cursor: Cursor | None = Cursor()
+    while cursor is not None:
+        page = await search_memory(index, owner.bodies, Terms(), cursor.seen, 0)
         pages.append([match.id for match in page.matches])
-        seen = page.next.seen
+        cursor = page.next
     assert pages == [*[[id] for id in ids], []]
 
 
@@ -401,6 +452,7 @@ async def test_silent_kafka_delays_no_answer(harness: Harness) -> None:
     assert (found.transaction.verdict.source, found.read_back) == (Source.PRODUCER, True)
     harness.monkeypatch.setattr(answers, "READ_BACK_S", 0.01)
     harness.monkeypatch.setattr(owner.api._logs[1], "pick", lambda _: asyncio.Event().wait())
+    assert not (await owner.api.find(id, brief=True)).gaps
     found = await owner.api.find(id)
     assert (found.transaction.state, found.attempts_known) == (State.ROLLED_BACK, False)
     assert "not read within" in found.gaps[0]

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from msgspec import Struct
 
 from txbroker.core.records import Attempt, Cause, Decision, Message, Source, State
+from txbroker.core.terms import Terms
 from txbroker.errors import RequestError
 
 
@@ -184,32 +185,18 @@ class TransactionPage(Struct, frozen=True):
     next_cursor: str | None = None
 
 
-class SearchRequest(Struct, frozen=True):
+class SearchRequest(Terms, frozen=True):
     """A search; all terms must match, None matches any.
 
-    A page reads a bounded part of the topics, one half partition after another, the newest
-    transactions first: it may find nothing although a later page does.
+    A page reads a bounded part of one half partition: first the memory of all of them, then their
+    topics, the newest records first. It may find nothing although a later page does.
 
     Attributes:
-        id: the first characters of transaction ids.
-        topic: with a message for this target.
-        key: with a message with this key.
-        header: with a message with this header: name and value.
-        from_ms, to_ms: prepared in this time, `to_ms` excluded, to a second.
         record: `topic/partition@offset`: the transaction of this record; no other term is used.
         cursor: of the last page.
         groups_allowed, groups_denied: as in `ListRequest`.
     """
 
-    id: str | None = None
-    group: str | None = None
-    topic: str | None = None
-    key: bytes | None = None
-    dedup_key: str | None = None
-    order_key: str | None = None
-    header: tuple[str, bytes] | None = None
-    from_ms: int | None = None
-    to_ms: int | None = None
     record: str | None = None
     cursor: str | None = None
     groups_allowed: tuple[str, ...] | None = None
@@ -658,13 +645,16 @@ class Service(Protocol):
     async def revive(self, id: str, *, by: str = "", reason: str = "") -> TransactionStatus:
         """Make a parked transaction pending again, or retry a refused one at once."""
 
-    async def find(self, id: str, *, bodies: bool = False, trace: bool = False) -> TransactionView:
+    async def find(
+        self, id: str, *, bodies: bool = False, trace: bool = False, brief: bool = False
+    ) -> TransactionView:
         """Return everything known about a transaction.
 
         Settled ones that memory has lost in part are read back from the topics.
 
         Args:
             trace: read the places of all its records, and read back for longer.
+            brief: return what memory has of it, without reading back.
         """
 
     async def search(self, request: SearchRequest) -> SearchPage:

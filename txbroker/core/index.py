@@ -107,10 +107,8 @@ class OffsetIndex:
         at = max(0, bisect_right(self._firsts, offset) - 1)
         start = bisect_right(self._offsets[at], offset)
         rows = self._blocks[at][start : start + count]
-        for block in islice(self._blocks, at + 1, None):
-            if len(rows) >= count:
-                break
-            rows += block[: count - len(rows)]
+        while len(rows) < count and (at := at + 1) < len(self._blocks):
+            rows += self._blocks[at][: count - len(rows)]
         return rows
 
     def since(

@@ -4,18 +4,21 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from txbroker.core.decoding import HalfPart, Malformed, NewerVersion, decode_half
 from txbroker.core.records import Header, Message, Record
 from txbroker.core.routing import ALPHABET, LENGTH, TIME_MAX_MS, dedup_hash, order_hash
 from txbroker.core.transaction import Transaction, key_mark
 
 
-class Terms(NamedTuple):
+class Terms(Struct, frozen=True):
     """What a transaction must have; None matches any.
 
     Attributes:
         id: the first characters of its id.
-        topic, key, header: of one of its messages; all of the same one.
+        topic, key, header: of one of its messages, prepared or final; all of the same one. The
+            header is name and value.
         from_ms, to_ms: when it was prepared, `to_ms` excluded.
     """
 
@@ -70,7 +73,8 @@ class Terms(NamedTuple):
     # --- records -----------------------------------------------------------------------------
 
     def match_record(self, record: Record, needed: Sequence[Header]) -> HalfPart | None:
-        """Return the content of a matching record of the half topic, None if it does not match.
+        """Return the content of a matching record of the half topic, or of a replacing one of the
+        operation topic; None if it does not match.
 
         Args:
             needed: `needed_headers()`.
@@ -80,9 +84,7 @@ class Terms(NamedTuple):
         """
         if self.key is not None and record.key != self.key:
             return None
-        if self.from_ms is not None and record.timestamp_ms < self.from_ms:
-            return None
-        if self.to_ms is not None and record.timestamp_ms >= self.to_ms:
+        if not self.match_time(record.timestamp_ms):
             return None
         # Decoding takes ten times as long.
         headers = tuple(record.headers)
@@ -123,7 +125,8 @@ class Terms(NamedTuple):
 
     @property
     def needs_messages(self) -> bool:
-        """Whether only the messages show a match: `match` knows their topics."""
+        """Whether only the messages show a match: `match` knows their topics, which a commit does
+        not change."""
         return self.key is not None or self.header is not None
 
     @property
@@ -145,9 +148,11 @@ class Terms(NamedTuple):
         half = transaction.half
         if self.key is not None and keys:
             # Those of before a restart have no mark: the half topic has their keys.
-            topics = {place.topic for place in transaction.places}
-            marks = [key_mark(topic, self.key) for topic in topics]
-            if all(transaction.keys & mark != mark for mark in marks):
+            for place in transaction.places:
+                mark = key_mark(place.topic, self.key)
+                if transaction.keys & mark == mark:
+                    break
+            else:
                 return False
         return (
             (self.id is None or half.id.startswith(self.id))
@@ -155,8 +160,13 @@ class Terms(NamedTuple):
             and (self.topic is None or any(p.topic == self.topic for p in transaction.places))
             and (self.order_key is None or half.order_key == self.order_key)
             and (self.dedup_key is None or half.dedup_key == self.dedup_key)
-            and (self.from_ms is None or transaction.prepared_at_ms >= self.from_ms)
-            and (self.to_ms is None or transaction.prepared_at_ms < self.to_ms)
+            and self.match_time(transaction.prepared_at_ms)
+        )
+
+    def match_time(self, prepared_at_ms: int) -> bool:
+        """Return whether a transaction that was prepared then matches."""
+        return (self.from_ms is None or prepared_at_ms >= self.from_ms) and (
+            self.to_ms is None or prepared_at_ms < self.to_ms
         )
 
     def match_messages(self, messages: Iterable[Message]) -> bool:

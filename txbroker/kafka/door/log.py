@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 
 from txbroker.core.records import Record
 from txbroker.door.protocols import Appended, AppendRefused, AppendUnknown, Log
@@ -34,12 +36,13 @@ class KafkaLog(Log):
         self.batch_bytes_max = batch_bytes_max
         self._client = client
         self._at = (topic, partition)
-        self._channel = f"{channel}/append"
+        self._channel = channel
         # The last part of the channel names the content, as failpoints do.
         name = channel.rpartition("/")[2]
         self._sending, self._stored = f"{name}.sending", f"{name}.stored"
-        self._reader = Reader(client, topic, partition, f"{channel}/read", producers=True)
+        self._ends = Reader(client, topic, partition, f"{channel}/ends")
         self._picker = Picker(lambda name: Reader(client, topic, partition, f"{channel}/{name}"))
+        self._reads = itertools.count()
         self._shared = shared
         self._producer: Producer | None = None
 
@@ -59,7 +62,9 @@ class KafkaLog(Log):
         for _attempt in range(_NEW_PRODUCERS_MAX):
             try:
                 if producer is None:
-                    producer = Producer(self._client, self._channel, shared=self._shared)
+                    producer = Producer(
+                        self._client, f"{self._channel}/append", shared=self._shared
+                    )
                     await producer.start(backoff)
                 failpoint(self._sending)
                 stored = (await producer.produce({self._at: body}, backoff))[self._at]
@@ -80,15 +85,23 @@ class KafkaLog(Log):
 
         Unless `confirmed`, records acknowledged by a newer leader may be missing.
         """
-        end = await self._reader.end(confirmed=confirmed)
+        end = await self._ends.end(confirmed=confirmed)
         # After the end, so that the confirmed leader is asked.
-        return await self._reader.start(), end
+        return await self._ends.start(), end
 
-    def read(
+    async def read(
         self, start: int, end: int, skipped: Callable[[range], None] | None = None
     ) -> AsyncIterator[Sequence[Record]]:
         """Yield records; see `Reader.read`."""
-        return self._reader.read(start, end, skipped)
+        # A dedicated channel each: the owner's catch-up must not wait for the scan of a search.
+        channel = f"{self._channel}/read{next(self._reads)}/"
+        reader = Reader(self._client, *self._at, channel, producers=True)
+        try:
+            async with aclosing(reader.read(start, end, skipped)) as pieces:
+                async for records in pieces:
+                    yield records
+        finally:
+            self._client.close_channels(channel)
 
     async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
         """Return records by offset; see `Picker.pick`."""

@@ -141,7 +141,7 @@ class KafkaTargets(Targets):
         if not 0 <= partition < facts.partitions:
             raise LogTruncated(f"topic {topic} has partitions 0 to {facts.partitions - 1}")
         # A dedicated channel each: reads of other searches must not wait for this one.
-        channel = f"records/{next(_NUMBERS)}"
+        channel = f"records/{next(_NUMBERS)}/"
         reader = Reader(client, topic, partition, channel, append_time=False)
         try:
             position, end = start, await reader.stable_end()

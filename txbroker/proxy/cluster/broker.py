@@ -44,7 +44,7 @@ from txbroker.principals import Directory, no_principals
 from txbroker.proxy.cluster.forwarding import merge, new_id
 from txbroker.proxy.cluster.partition_manager import PartitionManager
 from txbroker.proxy.cluster.searcher import Searcher
-from txbroker.proxy.cluster.views import LogNames, page_of, view_of, visible_to
+from txbroker.proxy.cluster.views import LogNames, page_of, view_of
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.overview import GroupStatus, local_overview
 from txbroker.proxy.observe.tracing import deciding
@@ -435,7 +435,9 @@ class Broker:
 
     # --- look ------------------------------------------------------------------------------
 
-    async def find(self, id: str, *, bodies: bool = False, trace: bool = False) -> TransactionView:
+    async def find(
+        self, id: str, *, bodies: bool = False, trace: bool = False, brief: bool = False
+    ) -> TransactionView:
         """Return a transaction with its checks and history.
 
         Raises:
@@ -444,7 +446,7 @@ class Broker:
         """
         with self._calls.take():
             owner = self._owner_of(id)
-            account = await owner.api.find(id, trace=trace)
+            account = await owner.api.find(id, trace=trace, brief=brief)
             if bodies:
                 await owner.bodies.show(account.transaction)
             self.partitions.check_in_touch(id)
@@ -458,8 +460,7 @@ class Broker:
             OwnerUnavailable: this proxy does not own it.
         """
         if request.record is not None:
-            view = await self.find(await self.searcher.transaction_of(request.record))
-            return SearchPage(visible_to(request, (view,)))
+            return await self.searcher.record_page(request.record, request, self.find)
         with self._calls.take():
             return await self.searcher.page(request)
 

@@ -30,9 +30,8 @@ from txbroker.contract.service import (
 from txbroker.core.routing import home, partition_of
 from txbroker.errors import IdExpired, OwnerUnavailable, RequestError
 from txbroker.proxy.cluster.broker import Broker
-from txbroker.proxy.cluster.forwarding import decode_cursor, merge, new_id, search_place
+from txbroker.proxy.cluster.forwarding import ById, decode_cursor, merge, new_id, search_place
 from txbroker.proxy.cluster.peers import Peers, Unsent
-from txbroker.proxy.cluster.views import visible_to
 from txbroker.proxy.observe.history import joined_history
 from txbroker.proxy.observe.overview import joined
 
@@ -166,20 +165,23 @@ class Cluster:
             return await self._broker.revive(id, by=by, reason=reason)
         return await self._peers.revive(url, id, by=by, reason=reason)
 
-    async def find(self, id: str, *, bodies: bool = False, trace: bool = False) -> TransactionView:
+    async def find(
+        self, id: str, *, bodies: bool = False, trace: bool = False, brief: bool = False
+    ) -> TransactionView:
         url = self._owner_of(id)
         if url is None:
-            return await self._broker.find(id, bodies=bodies, trace=trace)
-        return await self._peers.find(url, id, bodies=bodies, trace=trace)
+            return await self._broker.find(id, bodies=bodies, trace=trace, brief=brief)
+        return await self._peers.find(url, ById(id, bodies=bodies, trace=trace, brief=brief))
 
     async def search(self, request: SearchRequest) -> SearchPage:
         """Return a page of a search, by the owner of the half partition that it has reached."""
         if request.record is not None:
-            view = await self.find(await self._broker.searcher.transaction_of(request.record))
-            return SearchPage(visible_to(request, (view,)))
+            return await self._broker.searcher.record_page(request.record, request, self.find)
         assigned = self._partitions.assigned()
         place = search_place(request, len(assigned))
-        url = None if place is None else self._owner_url(assigned, place.partition, None)
+        url = None
+        if place is not None:
+            url = self._owner_url(assigned, place.steps[place.number][1], None)
         if url is None:
             return await self._broker.search(request)
         return await self._peers.search(url, request)

@@ -20,9 +20,8 @@ from txbroker.contract.service import (
     TransactionView,
 )
 from txbroker.core.routing import dedup_randomness, make_id, parse_id
-from txbroker.core.terms import Terms
 from txbroker.errors import BadRequest, RequestError, request_errors
-from txbroker.proxy.partition.scan import DONE, MEMORY_DONE, Cursor
+from txbroker.proxy.partition.scan import Cursor, Layer
 from txbroker.proxy.partition.scan import decode_cursor as decode_place
 
 PREFIX = "/internal/v1"
@@ -45,6 +44,7 @@ class ById(Struct, frozen=True):
     bodies: bool = False
     group: str = ""
     trace: bool = False
+    brief: bool = False
 
 
 class Failed(Struct, frozen=True):
@@ -80,46 +80,37 @@ def new_id(request: PrepareRequest, partition: int, now_ms: int) -> str:
 
 
 class SearchPlace(NamedTuple):
-    """Where a search is: the half partitions that it visits, the number of the current one among
-    them, and the cursor in it."""
+    """Where a search is: at step `number` of its steps, each a layer of a half partition that can
+    hold a match, and at the cursor in it."""
 
-    partitions: list[int]
+    steps: list[tuple[Layer, int]]
     number: int
     cursor: Cursor
 
-    @property
-    def partition(self) -> int:
-        return self.partitions[self.number]
-
     def after(self, following: Cursor | None) -> tuple[str | None, float]:
-        """Return the cursor of the next page, None on the last one, and the part that is done.
-
-        The memory of all half partitions comes before the topic of the first.
-        """
-        number, count = self.number, len(self.partitions)
+        """Return the cursor of the next page, None on the last one, and the part of the topics
+        that is done."""
+        number = self.number
         if following is None:
-            number, following = number + 1, MEMORY_DONE
-        elif following == MEMORY_DONE:
-            number, following = (0, MEMORY_DONE) if number + 1 == count else (number + 1, Cursor())
-        if number == count:
+            number, following = number + 1, Cursor()
+        if number == len(self.steps):
             return None, 1.0
-        done = (number + following.done) / count if following.seen == DONE else 0.0
+        topics = [layer for layer, _ in self.steps].index(Layer.HALF)
+        done = max(0.0, number - topics + following.done) / (len(self.steps) - topics)
         return f"{number}:{following.encode()}", done
-
-
-def terms_of(request: SearchRequest) -> Terms:
-    """Return the terms of a search."""
-    return Terms(*[getattr(request, name) for name in Terms._fields])
 
 
 def search_place(request: SearchRequest, partitions: int) -> SearchPlace | None:
     """Return where a search is; None if no half partition can hold such a transaction."""
-    chosen = terms_of(request).partitions(partitions)
+    chosen = request.partitions(partitions)
+    # The operation topics last: few commits replace messages.
+    layers = list(Layer) if request.needs_messages else [Layer.MEMORY, Layer.HALF]
+    steps = [(layer, partition) for layer in layers for partition in chosen]
     number, _, cursor = (request.cursor or "0:").partition(":")
-    if not number.isdecimal() or len(number) > 5 or int(number) >= max(1, len(chosen)):
+    if not number.isdecimal() or len(number) > 5 or int(number) >= max(1, len(steps)):
         cursor, number = "?", "0"  # refused below
-    place = SearchPlace(chosen, int(number), decode_place(cursor))
-    return place if chosen else None
+    place = SearchPlace(steps, int(number), decode_place(cursor))
+    return place if steps else None
 
 
 # --- lists ------------------------------------------------------------------------------------

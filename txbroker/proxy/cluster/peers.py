@@ -123,11 +123,8 @@ class Peers:
     async def revive(self, url: str, id: str, *, by: str, reason: str) -> TransactionStatus:
         return await self._post(url, "revive", ById(id, by, reason), TransactionStatus, id)
 
-    async def find(
-        self, url: str, id: str, *, bodies: bool, trace: bool = False
-    ) -> TransactionView:
-        request = ById(id, bodies=bodies, trace=trace)
-        return await self._post(url, "find", request, TransactionView, id)
+    async def find(self, url: str, request: ById) -> TransactionView:
+        return await self._post(url, "find", request, TransactionView, request.id)
 
     async def search(self, url: str, request: SearchRequest) -> SearchPage:
         return await self._post(url, "search", request, SearchPage, None)

@@ -1,8 +1,9 @@
 """Searches: a page in one half partition, and the transaction of any record."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
-from txbroker.contract.service import SearchPage, SearchRequest
+from txbroker.contract.service import SearchPage, SearchRequest, TransactionView
 from txbroker.core.decoding import Malformed, NewerVersion, decode_log, decode_promoted
 from txbroker.core.records import Cause, Record
 from txbroker.core.terms import RecordPlace, parse_place
@@ -13,8 +14,9 @@ from txbroker.errors import (
     KafkaUnavailable,
     NotFound,
     OwnerUnavailable,
+    TooOld,
 )
-from txbroker.proxy.cluster.forwarding import search_place, terms_of
+from txbroker.proxy.cluster.forwarding import search_place
 from txbroker.proxy.cluster.partition_manager import PartitionManager
 from txbroker.proxy.cluster.views import LogNames, summary, visible_to
 
@@ -42,24 +44,29 @@ class Searcher:
         place = search_place(request, self._door.partitions)
         if place is None:
             return SearchPage(())
-        owner = self._partitions.owner(place.partition)
-        found = await owner.scanner.page(terms_of(request), place.cursor)
-        if self._partitions.owner(place.partition) is not owner:
-            raise OwnerUnavailable(f"half partition {place.partition} moved: retry")
+        layer, partition = place.steps[place.number]
+        owner = self._partitions.owner(partition)
+        found = await owner.scanner.page(layer, request, place.cursor)
+        if self._partitions.owner(partition) is not owner:
+            raise OwnerUnavailable(f"half partition {partition} moved: retry")
         self._partitions.check_in_touch()
         cursor, done = place.after(found.next)
         views = visible_to(request, map(summary, found.transactions))
         return SearchPage(views, cursor, done, found.records, found.unread)
 
-    async def transaction_of(self, record: str) -> str:
-        """Return the id of the transaction of a record in a target, half or operation topic.
+    async def record_page(
+        self, record: str, request: SearchRequest, find: Callable[[str], Awaitable[TransactionView]]
+    ) -> SearchPage:
+        """Return a page with the transaction of a record in a target, half or operation topic.
 
         Args:
             record: its place, as `topic/partition@offset`.
+            find: returns a transaction by its id.
 
         Raises:
             BadRequest: this is no place of a record, or the record is not txbroker's.
-            NotFound: the topic has no such record.
+            NotFound: the topic has no such record; of a caller who may not see all groups also the
+                other cases, so that offsets and topics of others stay hidden.
             OwnerUnavailable: Kafka does not answer.
         """
         place = parse_place(record)
@@ -68,6 +75,23 @@ class Searcher:
                 f"{record[:80]!r} is no place of a record: give topic/partition@offset",
                 path="record",
             )
+        restricted = request.groups_allowed is not None
+        visible: tuple[TransactionView, ...] = ()
+        try:
+            view = await find(await self._transaction_of(place, record))
+            visible = visible_to(request, (view,))
+        except OwnerUnavailable:
+            if restricted:
+                raise OwnerUnavailable(f"cannot read {record} now: retry") from None
+            raise
+        except (BadRequest, NotFound, TooOld):
+            if not restricted:
+                raise
+        if not visible:
+            raise NotFound(f"there is no record {record} of a transaction of your groups")
+        return SearchPage(visible)
+
+    async def _transaction_of(self, place: RecordPlace, record: str) -> str:
         if place.topic not in self._logs:
             facts = await self._targets.examine(place.topic)
             if isinstance(facts, Cause):

@@ -103,12 +103,18 @@ def _partition(message: Message) -> int:
     return -1 if message.partition is None else message.partition
 
 
+_TURNS: dict[str, str] = {
+    MarkerKind.PARK: "undecided after the last attempt; kept whole",
+    MarkerKind.REVIVE: "round {round} of attempts begins",
+}
+
+
 def _timeline(account: Account, shown: TransactionView, logs: LogNames) -> tuple[Event, ...]:
     transaction = account.transaction
     verdict, checks = transaction.verdict, transaction.checks
 
     def marker(kind: MarkerKind, round_: int = 0, number: int = 0) -> str:
-        offset = account.markers.get((kind, round_, number), -1)
+        offset, _ = account.markers.get((kind, round_, number), (-1, 0))
         return f"{logs.op}/{shown.partition}@{offset}" if offset >= 0 else ""
 
     events = [
@@ -119,16 +125,22 @@ def _timeline(account: Account, shown: TransactionView, logs: LogNames) -> tuple
             f"{logs.half}/{shown.partition}@{transaction.offset}",
         )
     ]
+    steps = []
     for attempt in checks.attempts:
         place = marker(MarkerKind.CHECK, attempt.round, attempt.number)
-        events.append(Event(attempt.at_ms, "check", _attempt(attempt), place))
+        steps.append((attempt.round, 0, Event(attempt.at_ms, "check", _attempt(attempt), place)))
+    # Memory has the turn that led to its present state, the topics have all.
+    turns = {key[:2]: at_ms for key, (_, at_ms) in account.markers.items() if key[0] in _TURNS}
     if transaction.state is State.PENDING and checks.round > 1:
-        text = f"round {checks.round} of attempts begins"
-        place = marker(MarkerKind.REVIVE, checks.round - 1)
-        events.append(Event(checks.round_started_ms, "revive", text, place))
+        turns.setdefault((MarkerKind.REVIVE, checks.round - 1), checks.round_started_ms)
     if transaction.state is State.PARKED and (parked_ms := transaction.park_ms()) is not None:
-        text = "undecided after the last attempt; kept whole"
-        events.append(Event(parked_ms, "park", text, marker(MarkerKind.PARK, checks.round)))
+        turns.setdefault((MarkerKind.PARK, checks.round), parked_ms)
+    for (kind, round_), at_ms in turns.items():
+        rank = 1 if kind == MarkerKind.PARK else 2
+        text, place = _TURNS[kind].format(round=round_ + 1), marker(MarkerKind(kind), round_)
+        steps.append((round_, rank, Event(at_ms, kind, text, place)))
+    # Several may be of one millisecond.
+    events += [step[2] for step in sorted(steps, key=lambda step: step[:2])]
     if verdict.decision is not None:
         place = marker(MarkerKind(verdict.decision))
         if not place and verdict.op_offset >= 0:

@@ -127,7 +127,7 @@ async def _matching(
     service = request.context.service
     if chosen.ids:
         for id in chosen.ids:
-            view = await service.find(id)
+            view = await service.find(id, brief=True)
             request.principal.check_own(view.group)
             if view.state in action.states:
                 yield view

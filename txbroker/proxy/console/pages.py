@@ -120,7 +120,7 @@ async def transaction(request: PageRequest) -> HtmlPage | Redirect:
     id = plain_id(request.http.match_info["id"])
     bodies = request.principal.sees_bodies and request.query.get("bodies", "") in ("1", "true")
     trace = request.query.get("trace", "") in ("1", "true")
-    view = await request.context.service.find(id, bodies=bodies)
+    view = await request.context.service.find(id, bodies=bodies, brief=trace)
     request.principal.check_own(view.group)
     if trace:
         view = await request.context.service.find(id, bodies=bodies, trace=True)

@@ -267,7 +267,8 @@ class SearchQuery(RequestBody, frozen=True):
         Annotated[
             str,
             Meta(
-                max_length=SEARCHED_BYTES_MAX, description="Of a message, which also has the topic."
+                max_length=SEARCHED_BYTES_MAX,
+                description="Of a message, prepared or final, which also has the topic.",
             ),
         ]
         | None

@@ -127,7 +127,9 @@ class PeerApi:
 
     async def _find(self, request: ById) -> object:
         _check_by_id(request)
-        return await self._service.find(request.id, bodies=request.bodies, trace=request.trace)
+        return await self._service.find(
+            request.id, bodies=request.bodies, trace=request.trace, brief=request.brief
+        )
 
     async def _list(self, request: ListRequest) -> object:
         if request.partitions is None:

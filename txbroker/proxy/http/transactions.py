@@ -213,7 +213,7 @@ async def _check_own(call: ApiCall, id: str) -> None:
     """Refuse a transaction of another principal's group. A transaction never changes its group, so
     the result still holds for the call that follows."""
     if not call.principal.groups.everything:
-        view = await call.context.service.find(id)
+        view = await call.context.service.find(id, brief=True)
         call.principal.check_own(view.group)
 
 

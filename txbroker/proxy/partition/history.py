@@ -91,8 +91,8 @@ class Account(Struct):
 
     Attributes:
         transaction: as remembered, or as its records show it.
-        markers: the offsets of its markers in the operation topic, by kind, round and number;
-            those of one round have no number, decisions neither.
+        markers: offset and append time (ms) of its markers in the operation topic, by kind, round
+            and number; those of one round have no number, decisions neither.
         attempts_known: whether it has its attempts; a summary of a settled one, and a parked copy,
             have none.
         read_back: whether facts were read from the topics because memory had lost them.
@@ -102,7 +102,7 @@ class Account(Struct):
 
     transaction: Transaction
     attempts_known: bool
-    markers: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    markers: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
     read_back: bool = False
     gaps: list[str] = field(default_factory=list)
     stamps_ms: tuple[int | None, ...] = ()
@@ -174,7 +174,7 @@ async def _read_verdict(account: Account, op: Log) -> None:
         except (Malformed, NewerVersion):
             continue
         if marker.id == transaction.id:
-            account.markers[_place_of(marker)] = record.offset
+            account.markers[_place_of(marker)] = record.offset, record.timestamp_ms
             if verdict.source is None:
                 account.read_back = True
                 transaction.verdict = structs.replace(
@@ -187,20 +187,20 @@ async def _read_verdict(account: Account, op: Log) -> None:
 
 async def _read_attempts(
     ledger: Ledger, op: Log, transaction: Transaction, since_ms: int, known: Transaction
-) -> dict[tuple[str, int, int], int]:
-    """Apply the markers up to the decision, or all; return their offsets."""
+) -> dict[tuple[str, int, int], tuple[int, int]]:
+    """Apply the markers up to the decision, or all; return their offsets and times."""
     start, end = await op.bounds()
     if known.verdict.op_offset >= 0:
         end = min(end, known.verdict.op_offset + 1 + len(known.places))
     ledger.op_clock_ms = transaction.prepared_at_ms
-    begin = await _first_marker_since(op, start, end, transaction.offset, since_ms)
-    markers: dict[tuple[str, int, int], int] = {}
+    begin = await first_marker_since(op, start, end, transaction.offset, since_ms)
+    markers: dict[tuple[str, int, int], tuple[int, int]] = {}
     async for record in _markers_of(op, begin, end, transaction.id, ledger):
         decided = _apply_marker(ledger, record, transaction)
         with suppress(Malformed, NewerVersion):
             if not is_content(record):
                 marker = decode_marker(record)
-                markers[_place_of(marker)] = record.offset
+                markers[_place_of(marker)] = record.offset, record.timestamp_ms
         if decided:
             break
     return markers
@@ -373,7 +373,7 @@ async def _decided(ledger: Ledger, op: Log, transaction: Transaction, since_ms: 
     start, end = await op.bounds()
     # Checks are judged by op's log clock, which records before `begin` may have put forward.
     ledger.op_clock_ms = transaction.prepared_at_ms
-    begin = await _first_marker_since(op, start, end, transaction.offset, since_ms)
+    begin = await first_marker_since(op, start, end, transaction.offset, since_ms)
     # If that was misled, from the start: there is a marker, unless retention deleted it.
     for first in dict.fromkeys((begin, start)):
         async for record in _markers_of(op, first, end, transaction.id, ledger):
@@ -394,7 +394,7 @@ def _apply_marker(ledger: Ledger, record: Record, transaction: Transaction) -> b
     return True
 
 
-async def _first_marker_since(op: Log, start: int, end: int, half: int, since_ms: int) -> int:
+async def first_marker_since(op: Log, start: int, end: int, half: int, since_ms: int) -> int:
     """Return an offset below which the transaction with its half message at `half` has no markers,
     by binary search.
 

@@ -286,14 +286,15 @@ class PartitionApi:
             transaction = self._ledger.index.get(id)
         return transaction or await self._settled_before(id)
 
-    async def find(self, id: str, *, trace: bool = False) -> Account:
+    async def find(self, id: str, *, trace: bool = False, brief: bool = False) -> Account:
         """Return a transaction as `get` does, with what its records show beyond memory.
 
         Args:
             trace: read the offsets of its markers, and read for longer.
+            brief: read nothing back.
         """
         account = account_of(await self.get(id))
-        if account.is_whole and not trace:
+        if brief or (account.is_whole and not trace):
             return account
         limit_s = TRACE_S if trace else READ_BACK_S
         try:

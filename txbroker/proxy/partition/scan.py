@@ -1,16 +1,20 @@
-"""Scans one half partition for a search: its unsettled transactions, then the half topic.
+"""Scans one half partition for a search: its unsettled transactions, the half and operation topics.
 
-The half topic is read in blocks, from its end to its start, because the newest transactions are
-asked about most. A page reads a bounded part, and its cursor is where the next one begins, so a
-client can stop at any time, and a scan holds nothing in between.
+A topic is read in blocks, from its end to its start, because the newest transactions are asked
+about most. A page reads a bounded part, and its cursor is where the next one begins, so a client
+can stop at any time, and a scan holds nothing in between.
 """
 
 import asyncio
 import time
 from contextlib import suppress
+from enum import StrEnum
 from typing import NamedTuple
 
-from txbroker.core.decoding import Malformed, NewerVersion, decode_half
+from msgspec import structs
+
+from txbroker.contract.service import LISTED_MESSAGES_MAX
+from txbroker.core.decoding import Malformed, NewerVersion, decode_half, decode_marker
 from txbroker.core.index import OffsetIndex
 from txbroker.core.routing import TIME_MAX_MS
 from txbroker.core.terms import Terms
@@ -27,7 +31,14 @@ from txbroker.errors import (
 from txbroker.proxy.partition.body_cache import BodyCache
 from txbroker.proxy.partition.clock import Yielder
 from txbroker.proxy.partition.context import PartitionContext
-from txbroker.proxy.partition.history import NEAR_MS, READ_BACK_S, first_since, read_settled
+from txbroker.proxy.partition.history import (
+    NEAR_MS,
+    NEIGHBOURS,
+    READ_BACK_S,
+    first_marker_since,
+    first_since,
+    read_settled,
+)
 
 MATCHES_MAX = 20
 """Transactions on one page."""
@@ -38,15 +49,26 @@ RESOLVE_S = 4.0
 BLOCK = 20_000
 """Records of a block."""
 _SLICE = 1000
+_RECORD_BYTES_MIN = 50
+"""A record of ours takes more in its batch, which holds all of its transaction."""
 _OFFSET_MAX = 1 << 63
 
 
+class Layer(StrEnum):
+    """What a page of a search reads of a half partition."""
+
+    MEMORY = "memory"
+    HALF = "half"
+    OP = "op"
+    """Only the operation topic holds messages that a commit brought."""
+
+
 class Cursor(NamedTuple):
-    """Where the next page of a half partition begins.
+    """Where the next page of a layer begins; -1: at its start.
 
     Attributes:
-        seen: the half offset up to which memory was searched; -1: it begins; `DONE`: all of it.
-        begin, end: the offsets of the half topic that are searched.
+        seen: the half offset up to which memory was searched.
+        begin, end: the offsets of the topic that are searched.
         before: the end of the block that is read.
         at: the next offset in it.
     """
@@ -63,7 +85,7 @@ class Cursor(NamedTuple):
 
     @property
     def done(self) -> float:
-        """The part of the half topic that is read, from 0 to 1."""
+        """The part of the topic that is read, from 0 to 1."""
         length = self.end - self.begin
         if self.begin < 0 or length <= 0:
             return 0.0
@@ -71,13 +93,8 @@ class Cursor(NamedTuple):
         return min(1.0, (self.end - self.before + in_block) / length)
 
 
-DONE = _OFFSET_MAX
-MEMORY_DONE = Cursor(DONE)
-"""Memory is searched."""
-
-
 def decode_cursor(text: str) -> Cursor:
-    """Return a cursor from its text; "" is where a partition begins.
+    """Return a cursor from its text; "" is the start of a layer.
 
     Raises:
         BadRequest: it is none.
@@ -98,26 +115,26 @@ def decode_cursor(text: str) -> Cursor:
 
 
 class Match(NamedTuple):
-    """A matching record.
+    """A match.
 
     Attributes:
         id: of its transaction.
-        half: the offsets of its half message.
-        at: the offset of the record.
+        records: the offsets of its half message; in the operation topic those of its marker and
+            the replacing messages.
+        cursor: of a page that begins with it.
     """
 
     id: str
-    half: range
-    at: int
+    records: range
+    cursor: Cursor
 
 
 class ScanPage(NamedTuple):
-    """One match of each transaction, how many records were read, where that was, and where the next
-    page begins."""
+    """One match of each transaction, how many records were read, and where the next page begins:
+    None at the end of the layer."""
 
     matches: list[Match]
     records: int = 0
-    place: Cursor = Cursor()
     next: Cursor | None = None
 
 
@@ -141,54 +158,81 @@ class Scanner:
         # One page at a time: all searches share a bounded part of the event loop.
         self._scanning = asyncio.Semaphore()
 
-    async def page(self, terms: Terms, cursor: Cursor) -> Found:
+    async def page(self, layer: Layer, terms: Terms, cursor: Cursor) -> Found:
         """Return a page of a search.
 
         Raises:
-            OwnerUnavailable: Kafka does not answer, or lost the end of the half topic.
+            OwnerUnavailable: Kafka does not answer, or lost the end of a topic.
         """
         async with self._scanning:
             try:
-                if cursor.seen < DONE:
+                if layer is Layer.MEMORY:
                     start, _ = await self._half.bounds(confirmed=False)
                     index = self._index.by_offset
                     page = await search_memory(index, self._bodies, terms, cursor.seen, start)
                 else:
-                    page = await search_half(self._half, terms, cursor)
-                return await self._found(terms, page)
+                    page = await search_topic(self._half, self._op, layer, terms, cursor)
+                return await self._found(layer, terms, page)
             except (KafkaUnavailable, LogTruncated, InvariantBroken) as error:
                 raise OwnerUnavailable(f"cannot search: {error}") from None
 
-    async def _found(self, terms: Terms, page: ScanPage) -> Found:
+    async def _found(self, layer: Layer, terms: Terms, page: ScanPage) -> Found:
         found: list[Transaction] = []
-        unread, following, deadline_s = 0, page.next, time.monotonic() + RESOLVE_S
+        unread, messages, following = 0, 0, page.next
+        deadline_s = time.monotonic() + RESOLVE_S
         for number, match in enumerate(page.matches):
-            if number and time.monotonic() > deadline_s:
-                # The next page begins at this match.
-                following = page.place._replace(at=match.at)
+            messages += len(match.records)
+            if number and (messages > LISTED_MESSAGES_MAX or time.monotonic() > deadline_s):
+                following = match.cursor
                 break
-            transaction = self._index.get(match.id)
-            if transaction is not None and transaction.offset != match.half.start:
-                continue  # a void record under an id in use
-            if terms.needs_first_record and not await self._match_first(terms, match):
+            try:
+                async with asyncio.timeout(READ_BACK_S):
+                    transaction = await self._transaction(layer, terms, match)
+            except NotFound:
                 continue
-            if transaction is None:
-                try:
-                    async with asyncio.timeout(READ_BACK_S):
-                        transaction = await read_settled(
-                            self._half, self._op, match.id, match.half, self._window_ms
-                        )
-                except NotFound:
-                    continue  # the half message is void
-                except (TooOld, TimeoutError):
-                    unread += 1
-                    continue
+            except (TooOld, TimeoutError):
+                unread += 1
+                continue
             found.append(transaction)
         return Found(found[::-1], unread, page.records, following)
 
-    async def _match_first(self, terms: Terms, match: Match) -> bool:
+    async def _transaction(self, layer: Layer, terms: Terms, match: Match) -> Transaction:
+        """Return the transaction of a match.
+
+        Raises:
+            NotFound: its records are void, or other terms do not match.
+            TooOld: its deciding marker, or its half message, was deleted.
+        """
+        half = match.records
+        if layer is Layer.OP:
+            half = await self._half_of(match)
+        transaction = self._index.get(match.id)
+        if transaction is not None and transaction.offset != half.start:
+            raise NotFound(id=match.id)  # a void record under an id in use
+        if terms.needs_first_record and not await self._match_first(terms, half):
+            raise NotFound(id=match.id)
+        if transaction is None:
+            logs = self._half, self._op
+            transaction = await read_settled(*logs, match.id, half, self._window_ms)
+        if layer is Layer.OP and not (
+            transaction.verdict.op_offset == match.records.start
+            and terms.match_time(transaction.prepared_at_ms)
+        ):
+            raise NotFound(id=match.id)  # the marker did not decide
+        return transaction
+
+    async def _half_of(self, match: Match) -> range:
+        """Return the offsets of the half message that a marker names."""
+        for record in await self._op.pick(match.records[:1]):
+            with suppress(Malformed, NewerVersion):
+                marker = decode_marker(record)
+                if marker.id == match.id and marker.half <= _OFFSET_MAX // 2:
+                    return range(marker.half, marker.half + len(match.records) - 1)
+        raise NotFound(id=match.id)
+
+    async def _match_first(self, terms: Terms, half: range) -> bool:
         """Return whether the first record of a half message has the order and dedup key."""
-        for record in await self._half.pick(match.half[:1]):
+        for record in await self._half.pick(half[:1]):
             with suppress(Malformed, NewerVersion):
                 return terms.match_first(decode_half(record))
         return True  # not in the topic any more: memory has matched it
@@ -210,15 +254,18 @@ async def search_memory(
         for transaction in rows:
             at, gone = transaction.offset, transaction.offset < start
             seen = at
-            if terms.match(transaction, keys=not gone) and await _match_messages(
-                transaction, bodies, terms, read=gone or terms.key is not None
-            ):
+            if not terms.match(transaction, keys=not gone):
+                continue
+            read = gone or terms.key is not None
+            if await _match_messages(transaction, bodies, terms, read=read):
                 half = range(at, at + len(transaction.places))
-                matches.append(Match(transaction.id, half, at))
+                matches.append(Match(transaction.id, half, Cursor(at - 1)))
             if len(matches) == MATCHES_MAX or time.monotonic() > deadline_s:
                 return ScanPage(matches, next=Cursor(seen))
-        await yielder.step()
-    return ScanPage(matches, next=MEMORY_DONE)
+        if time.monotonic() > deadline_s:
+            return ScanPage(matches, next=Cursor(seen))
+        await yielder.piece()
+    return ScanPage(matches)
 
 
 async def _match_messages(
@@ -230,42 +277,47 @@ async def _match_messages(
         return True
     if not transaction.has_bodies and read:
         await bodies.show(transaction)
-    # The half topic, which is read afterwards, has the others.
+    # The topics, which are read afterwards, have the others.
     return transaction.has_bodies and terms.match_messages(transaction.messages)
 
 
-async def search_half(half: Log, terms: Terms, cursor: Cursor) -> ScanPage:
-    """Return a page of matching transactions of the half topic, settled ones too.
+async def search_topic(half: Log, op: Log, layer: Layer, terms: Terms, cursor: Cursor) -> ScanPage:
+    """Return a page of matching transactions of the half or operation topic, settled ones too.
 
     Raises:
         KafkaUnavailable: Kafka does not answer.
     """
     begin, end, before, at = cursor[1:]
     if begin < 0:
-        begin, end = await _bounds(half, terms)
+        begin, end = await _bounds(half, op, layer, terms)
         before, at = end, -1
-    start, stop = await half.bounds(confirmed=False)
+    log, markers = half, 0
+    if layer is Layer.OP:
+        # Its records have the time of the decision.
+        log, markers, terms = op, 1, structs.replace(terms, from_ms=None, to_ms=None)
+    start, stop = await log.bounds(confirmed=False)
     if stop < before:
         # A broker that does not lead any more, or an end that is lost: `read` shows it.
-        start, stop = await half.bounds()
+        start, stop = await log.bounds()
     begin = max(begin, start)
     block = max(begin, before - BLOCK)
     at = min(max(at, block), before)
-    place = Cursor(DONE, begin, end, before, at)
+    place = Cursor(-1, begin, end, before, at)
     needed = terms.needed_headers()
     matches: dict[str, Match] = {}
     count = size = 0
     deadline_s = time.monotonic() + PAGE_S
     try:
-        async for records in half.read(at, before):
+        async for records in log.read(at, before):
             for record in records:
                 at, count = record.offset + 1, count + 1
                 size += len(record.key or b"") + len(record.value or b"")
                 part = terms.match_record(record, needed)
-                if part is not None:
+                if part is not None and part.count * _RECORD_BYTES_MIN <= log.batch_bytes_max:
                     first = record.offset - part.sequence
-                    half_message = range(first, first + part.count)
-                    matches.setdefault(part.id, Match(part.id, half_message, record.offset))
+                    found = range(first - markers, first + part.count)
+                    match = Match(part.id, found, place._replace(at=record.offset))
+                    matches.setdefault(part.id, match)
                     if len(matches) == MATCHES_MAX:
                         break
             full = len(matches) == MATCHES_MAX or size > PAGE_BYTES
@@ -274,22 +326,28 @@ async def search_half(half: Log, terms: Terms, cursor: Cursor) -> ScanPage:
         else:
             at = before
     except LogTruncated:
-        start, _ = await half.bounds()
+        start, _ = await log.bounds()
         if start <= at:
             raise
         at = min(start, before)  # retention has deleted the records before it
     if at >= before:
         before, at = block, -1
-    following = Cursor(DONE, begin, end, before, at) if before > begin else None
-    return ScanPage(list(matches.values()), count, place, following)
+    following = Cursor(-1, begin, end, before, at) if before > begin else None
+    return ScanPage(list(matches.values()), count, following)
 
 
-async def _bounds(half: Log, terms: Terms) -> tuple[int, int]:
-    """Return the offsets between which the transactions of these terms are."""
+async def _bounds(half: Log, op: Log, layer: Layer, terms: Terms) -> tuple[int, int]:
+    """Return the offsets between which the records of the transactions of these terms are."""
     start, end = await half.bounds()
     first_ms, last_ms = terms.times(NEAR_MS)
-    if first_ms > 0:
-        start = await first_since(half, start, end, first_ms)
+    begin = start if first_ms == 0 else await first_since(half, start, end, first_ms)
+    if layer is Layer.OP:
+        first = await half.pick(range(begin, min(begin + NEIGHBOURS, end)))
+        op_start, op_end = await op.bounds()
+        if begin > start and first:
+            since_ms = min(record.timestamp_ms for record in first)
+            op_start = await first_marker_since(op, op_start, op_end, begin, since_ms)
+        return op_start, op_end
     if last_ms < TIME_MAX_MS:
-        end = await first_since(half, start, end, last_ms)
-    return start, end
+        end = await first_since(half, begin, end, last_ms)
+    return begin, end
