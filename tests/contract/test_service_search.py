@@ -54,7 +54,7 @@ async def test_settled_transaction_is_shown_whole(
         await service.asked_times(group, asked)
         await until(lambda: service.listed(state="parked", group=group))
         if asked == 1:
-            await service.act(id, "revive")
+            await service.act(id, "revive", by="bob", reason="fixed")
     await service.commit(id, by="ann", reason="paid")
     if memory == "summary":
         forget(service)
@@ -73,6 +73,9 @@ async def test_settled_transaction_is_shown_whole(
     names = [event["event"] for event in shown["timeline"]]
     again = ["check", "park"]
     assert names == ["prepared", *again, "revive", *again, "commit", "promoted"]
+    texts = {event["event"]: event["text"] for event in shown["timeline"]}
+    assert texts["revive"].startswith("by operator, bob")
+    assert texts["revive"].endswith(": fixed; round 2 of attempts begins")
     for event in shown["timeline"][:-1]:
         log = "half" if event["event"] == "prepared" else "op"
         assert f".{log}/{shown['partition']}@" in event["record"]

@@ -288,13 +288,13 @@ async def test_summary_is_read_back_or_names_its_gaps(gone: str) -> None:
     words = " ".join(account.gaps)
     if gone in ("nothing", "half"):
         assert decider == (Source.OPERATOR, "ann", "by hand")
-        assert account.markers["rollback", 0, 0][0] == verdict.op_offset
+        assert account.markers["rollback", 0, 0].offset == verdict.op_offset
     else:
         assert decider == (None, "", "")
         assert "the deciding marker" in words
     if gone == "nothing":
         assert (attempts, account.attempts_known, account.gaps) == ([(1, 1), (1, 2)], True, [])
-        first, second = (account.markers["check", 1, number][0] for number in (1, 2))
+        first, second = (account.markers["check", 1, number].offset for number in (1, 2))
         assert first < second < verdict.op_offset
     else:
         assert not account.attempts_known

@@ -19,7 +19,7 @@ from txbroker.contract.service import (
 from txbroker.core.index import due_ms
 from txbroker.core.ledger import Ledger
 from txbroker.core.lifecycle import SETTLED
-from txbroker.core.records import Attempt, MarkerKind, Message, State
+from txbroker.core.records import Attempt, Marker, MarkerKind, Message, State
 from txbroker.core.routing import parse_id
 from txbroker.core.segment import SettledSummary
 from txbroker.core.settled import to_transaction
@@ -27,7 +27,7 @@ from txbroker.core.transaction import Transaction, Verdict
 from txbroker.principals import Patterns
 from txbroker.proxy.cluster.forwarding import decode_cursor, encode_cursor
 from txbroker.proxy.partition.body_cache import lost_cause, refused_as_lost
-from txbroker.proxy.partition.history import Account, account_of
+from txbroker.proxy.partition.history import Account, StoredMarker, account_of
 
 
 def summary(transaction: Transaction) -> TransactionView:
@@ -103,10 +103,15 @@ def _partition(message: Message) -> int:
     return -1 if message.partition is None else message.partition
 
 
-_TURNS: dict[str, str] = {
-    MarkerKind.PARK: "undecided after the last attempt; kept whole",
-    MarkerKind.REVIVE: "round {round} of attempts begins",
-}
+_TURNS = (MarkerKind.PARK, MarkerKind.REVIVE)
+"""What ends a round of attempts, and what begins the next one."""
+
+
+def _turn(kind: str, round_: int, stored: StoredMarker | None) -> str:
+    if kind == MarkerKind.PARK:
+        return "undecided after the last attempt; kept whole"
+    text = f"round {round_ + 1} of attempts begins"
+    return text if stored is None else f"{_decider(stored.marker)}; {text}"
 
 
 def _timeline(account: Account, shown: TransactionView, logs: LogNames) -> tuple[Event, ...]:
@@ -114,8 +119,8 @@ def _timeline(account: Account, shown: TransactionView, logs: LogNames) -> tuple
     verdict, checks = transaction.verdict, transaction.checks
 
     def marker(kind: MarkerKind, round_: int = 0, number: int = 0) -> str:
-        offset, _ = account.markers.get((kind, round_, number), (-1, 0))
-        return f"{logs.op}/{shown.partition}@{offset}" if offset >= 0 else ""
+        stored = account.markers.get((kind, round_, number))
+        return "" if stored is None else f"{logs.op}/{shown.partition}@{stored.offset}"
 
     events = [
         Event(
@@ -130,15 +135,15 @@ def _timeline(account: Account, shown: TransactionView, logs: LogNames) -> tuple
         place = marker(MarkerKind.CHECK, attempt.round, attempt.number)
         steps.append((attempt.round, 0, Event(attempt.at_ms, "check", _attempt(attempt), place)))
     # Memory has the turn that led to its present state, the topics have all.
-    turns = {key[:2]: at_ms for key, (_, at_ms) in account.markers.items() if key[0] in _TURNS}
+    turns = {key[:2]: one.at_ms for key, one in account.markers.items() if key[0] in _TURNS}
     if transaction.state is State.PENDING and checks.round > 1:
         turns.setdefault((MarkerKind.REVIVE, checks.round - 1), checks.round_started_ms)
     if transaction.state is State.PARKED and (parked_ms := transaction.park_ms()) is not None:
         turns.setdefault((MarkerKind.PARK, checks.round), parked_ms)
     for (kind, round_), at_ms in turns.items():
-        rank = 1 if kind == MarkerKind.PARK else 2
-        text, place = _TURNS[kind].format(round=round_ + 1), marker(MarkerKind(kind), round_)
-        steps.append((round_, rank, Event(at_ms, kind, text, place)))
+        text = _turn(kind, round_, account.markers.get((kind, round_, 0)))
+        turn = Event(at_ms, kind, text, marker(MarkerKind(kind), round_))
+        steps.append((round_, 1 + _TURNS.index(MarkerKind(kind)), turn))
     # Several may be of one millisecond.
     events += [step[2] for step in sorted(steps, key=lambda step: step[:2])]
     if verdict.decision is not None:
@@ -154,7 +159,7 @@ def _timeline(account: Account, shown: TransactionView, logs: LogNames) -> tuple
     return tuple(sorted(events, key=lambda event: event.at_ms))
 
 
-def _decider(verdict: Verdict) -> str:
+def _decider(verdict: Verdict | Marker) -> str:
     """Return who decided, and why."""
     if verdict.source is None:
         return "the decider is not known any more"

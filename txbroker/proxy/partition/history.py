@@ -9,6 +9,7 @@ several at a time, because a void half message may carry any id.
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from statistics import median_low
+from typing import NamedTuple
 
 from msgspec import Struct, field, structs
 
@@ -86,13 +87,21 @@ async def read_settled(
 # --- one that is known ------------------------------------------------------------------------
 
 
+class StoredMarker(NamedTuple):
+    """A marker, its offset and append time (ms)."""
+
+    offset: int
+    at_ms: int
+    marker: Marker
+
+
 class Account(Struct):
     """A transaction, and what the topics show of it.
 
     Attributes:
         transaction: as remembered, or as its records show it.
-        markers: offset and append time (ms) of its markers in the operation topic, by kind, round
-            and number; those of one round have no number, decisions neither.
+        markers: its markers in the operation topic, by kind, round and number; those of one round
+            have no number, decisions neither.
         attempts_known: whether it has its attempts; a summary of a settled one, and a parked copy,
             have none.
         read_back: whether facts were read from the topics because memory had lost them.
@@ -102,7 +111,7 @@ class Account(Struct):
 
     transaction: Transaction
     attempts_known: bool
-    markers: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
+    markers: dict[tuple[str, int, int], StoredMarker] = field(default_factory=dict)
     read_back: bool = False
     gaps: list[str] = field(default_factory=list)
     stamps_ms: tuple[int | None, ...] = ()
@@ -174,7 +183,9 @@ async def _read_verdict(account: Account, op: Log) -> None:
         except (Malformed, NewerVersion):
             continue
         if marker.id == transaction.id:
-            account.markers[_place_of(marker)] = record.offset, record.timestamp_ms
+            account.markers[_place_of(marker)] = StoredMarker(
+                record.offset, record.timestamp_ms, marker
+            )
             if verdict.source is None:
                 account.read_back = True
                 transaction.verdict = structs.replace(
@@ -187,20 +198,22 @@ async def _read_verdict(account: Account, op: Log) -> None:
 
 async def _read_attempts(
     ledger: Ledger, op: Log, transaction: Transaction, since_ms: int, known: Transaction
-) -> dict[tuple[str, int, int], tuple[int, int]]:
-    """Apply the markers up to the decision, or all; return their offsets and times."""
+) -> dict[tuple[str, int, int], StoredMarker]:
+    """Apply the markers up to the decision, or all; return them."""
     start, end = await op.bounds()
     if known.verdict.op_offset >= 0:
         end = min(end, known.verdict.op_offset + 1 + len(known.places))
     ledger.op_clock_ms = transaction.prepared_at_ms
     begin = await first_marker_since(op, start, end, transaction.offset, since_ms)
-    markers: dict[tuple[str, int, int], tuple[int, int]] = {}
+    markers: dict[tuple[str, int, int], StoredMarker] = {}
     async for record in _markers_of(op, begin, end, transaction.id, ledger):
         decided = _apply_marker(ledger, record, transaction)
         with suppress(Malformed, NewerVersion):
             if not is_content(record):
                 marker = decode_marker(record)
-                markers[_place_of(marker)] = record.offset, record.timestamp_ms
+                markers[_place_of(marker)] = StoredMarker(
+                    record.offset, record.timestamp_ms, marker
+                )
         if decided:
             break
     return markers
