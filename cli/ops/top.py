@@ -274,8 +274,8 @@ def _sparklines(past: dict[str, Any], width: int) -> Iterator[str]:
         if not known or (name == "failing" and not any(known)):
             continue
         placed = _placed([p["at_ms"] for p in points], values, slots, span_s)
-        now = "-" if values[-1] is None else shown(values[-1])
-        yield f"{name:<8}  {_bars(placed)}  {now}, at most {shown(max(known))}"
+        # The present values are above: the newest step here may be seconds older.
+        yield f"{name:<8}  {_bars(placed)}  at most {shown(max(known))}"
 
 
 def _placed(

@@ -77,7 +77,7 @@ def find_command(
 
     By an id or its first characters, by any record of theirs, by the key of a message (--topic
     orders --key 4711), or by the other options, which all have to match. The proxies look in
-    memory, then read their half topic from its end to its start; --since and --until bound that.
+    memory, then read their topics, newest first; --since and --until bound that.
     Ctrl-C stops, and shows the matches so far. A TIME is an age such as 2h, or a date and time such
     as 2026-01-31T18:00, UTC.
     """

@@ -200,14 +200,14 @@ def test_top_shows_the_past_in_60_columns(
     assert "COMMITTED" in note
     start = lines.index(f"the last {words}")
     promoted, pending, oldest, failing = lines[start + 1 : start + 5]
-    assert promoted.endswith("▁█  60/s, at most 60/s")
-    assert re.fullmatch(r"pending   ▅{19}█  8, at most 8|pending   ▄{19}█  8, at most 8", pending)
-    assert oldest.endswith("█  9s, at most 9s")
-    assert "/s, at most" in failing
+    assert promoted.endswith("▁█  at most 60/s")
+    assert re.fullmatch(r"pending   [▄▅]{19}█  at most 8", pending)
+    assert oldest.endswith("█  at most 9s")
+    assert "  at most " in failing
     assert "COMMITTED" not in "".join(lines)
     monkeypatch.setattr("txbroker.cli.ops.top.is_utf8", lambda _: False)
     plain = call("top", "--once", "--url", stub.url).out
-    assert re.search(r"^pending   [=+-]{19}#  8, at most 8$", plain, re.M)
+    assert re.search(r"^pending   [=+-]{19}#  at most 8$", plain, re.M)
     assert "60/s" not in call("top", "--once", "-o", "json", "--url", stub.url).out
 
 

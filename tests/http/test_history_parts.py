@@ -179,11 +179,13 @@ def test_percentiles_are_those_of_the_buckets_of_all_proxies() -> None:
     other.counts[3] += 2
     for proxy in (one, other):
         proxy.run()
-    (point,) = joined_history([one.read(), other.read()], complete=True).points
-    latency = point.latency["decision"]
-    assert (latency.count, latency.p99_s) == (100, 0.1)
-    assert 0.001 < latency.p50_s < 0.01
-    assert (point.buckets, point.proxies) == ({}, 2)
+    for group in ("", "idle"):
+        parts = [one.read(group), other.read(group)]
+        (point,) = joined_history(parts, complete=True).points
+        latency = point.latency["decision"]
+        assert (latency.count, latency.p99_s) == (100, 0.1)
+        assert 0.001 < latency.p50_s < 0.01
+        assert (point.buckets, point.proxies) == ({}, 2)
     one.run()
     assert joined_history([one.read()], complete=True).points[-1].latency == {}
 

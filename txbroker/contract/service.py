@@ -525,7 +525,7 @@ class HistoryPoint(Struct, frozen=True):
         pending, parked: transactions at its end; None if unknown, as while Kafka did not answer.
         oldest_pending_age_s: the greatest age within it.
         checks: that ended within it.
-        latency: by kind (`prepare`, `decision`, `promotion`); of all groups only.
+        latency: by kind (`prepare`, `decision`, `promotion`); also for one group those of all.
         buckets: the same as counts of the metric's buckets, between proxies only.
         proxies: how many proxies it is known of.
     """

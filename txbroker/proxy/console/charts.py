@@ -77,7 +77,7 @@ class _Series:
 
 
 def charts_of(history: History, begin_ms: int, end_ms: int) -> list[Chart]:
-    """Return the charts of a history: of all groups or of one, which has no latencies."""
+    """Return the charts of a history; its latencies are those of all groups."""
     sheet = _Sheet(history, begin_ms, end_ms)
     step_s = history.step_s
 
@@ -119,7 +119,7 @@ def charts_of(history: History, begin_ms: int, end_ms: int) -> list[Chart]:
                 _Series(f"{name} p50", _latency(name, "p50_s"), style, faint=True),
             )
         ]
-        drawn.append(sheet.chart("latency", "Latency", _milliseconds, lines))
+        drawn.append(sheet.chart("latency", "Latency, all groups", _milliseconds, lines))
     return drawn
 
 

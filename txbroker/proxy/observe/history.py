@@ -432,18 +432,18 @@ class ProxyHistory(Past):
     def _point(
         self, at_ms: int, all_: Sequence[float], own: Sequence[float] | None
     ) -> HistoryPoint:
-        """Return a point of a series; without a row it was idle."""
+        """Return a point of a series; without a row it was idle. Latencies are those of all."""
         known = not math.isnan(all_[_PENDING])
+        buckets = {}
+        for name, at in self._places.items():
+            found = tuple(map(round, all_[at : at + len(self._before[name])]))
+            if any(found):
+                buckets[name] = found
         if own is None:
-            return HistoryPoint(at_ms, pending=0 if known else None, parked=0 if known else None)
+            none = 0 if known else None
+            return HistoryPoint(at_ms, pending=none, parked=none, buckets=buckets)
         counts = [round(number) for number in own[:_COUNTS]]
         oldest_s = own[_OLDEST]
-        buckets = {}
-        if own is all_:
-            for name, at in self._places.items():
-                found = tuple(map(round, own[at : at + len(self._before[name])]))
-                if any(found):
-                    buckets[name] = found
         return HistoryPoint(
             at_ms,
             prepared=counts[0],
