@@ -27,6 +27,7 @@ from txbroker.cli.contexts import (
 from txbroker.cli.options import FILE, env_option, with_options
 from txbroker.cli.output import printable
 from txbroker.cli.run import CommandFailed, usage_errors
+from txbroker.errors import request_errors
 from txbroker.net.tls import ClientTls, TlsFiles, tls_trouble
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -36,6 +37,10 @@ TIMEOUT_S = 60.0
 _IDLE_S = 20.0
 """A connection idle for longer, as while the user reads a question, is not reused: the proxy or a
 load balancer may have closed it."""
+PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 4.0)
+"""Pauses between retries; their sum outlasts the take-over of a half partition."""
+RETRYABLE = frozenset(code for code, kind in request_errors().items() if kind.retryable)
+"""Codes of errors after which the same call can succeed."""
 _PAGE = 1000
 _BY_CHARS_MAX = 200
 _TOKEN_CHARS_MAX = 4096
@@ -196,14 +201,26 @@ class ApiClient:
         return self._call(method, path, body=given)
 
     def pages(self, *path: str, **query: Any) -> Iterator[dict[str, Any]]:
-        """Yield the pages of a list."""
+        """Yield the pages of a list; while a proxy takes over, the next one is asked for again."""
         cursor: str | None = None
         while True:
-            page = self.get(*path, **query, cursor=cursor)
+            page = self._page(path, query, cursor)
             yield page
             cursor = page.get("next_cursor")
             if cursor is None:
                 return
+
+    def _page(
+        self, path: tuple[str, ...], query: dict[str, Any], cursor: str | None
+    ) -> dict[str, Any]:
+        for pause_s in (*PAUSES_S, None):
+            try:
+                return dict(self.get(*path, **query, cursor=cursor))
+            except ApiError as error:
+                if cursor is None or pause_s is None or error.code not in RETRYABLE:
+                    raise
+            time.sleep(pause_s)
+        raise AssertionError
 
     def transactions(self, limit: int | None, **query: Any) -> Iterator[dict[str, Any]]:
         """Return transactions, read page by page, at most `limit`."""

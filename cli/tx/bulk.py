@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from txbroker.cli.client import ApiClient, ApiError, who
+from txbroker.cli.client import PAUSES_S, RETRYABLE, ApiClient, ApiError, who
 from txbroker.cli.options import conclude, confirm
 from txbroker.cli.output import (
     Row,
@@ -28,13 +28,9 @@ from txbroker.cli.output import (
 from txbroker.cli.run import CommandFailed
 from txbroker.cli.tx.rows import topics_of
 from txbroker.core.routing import parse_id
-from txbroker.errors import request_errors
 
 PARALLEL = 8
 """Calls in flight: enough to fill an owner's batches, too few to crowd out producers."""
-PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0)
-"""Pauses between retries; their sum outlasts the move of a partition from a stopping proxy."""
-_RETRYABLE = frozenset(code for code, kind in request_errors().items() if kind.retryable)
 
 
 class BulkAction(NamedTuple):
@@ -226,7 +222,7 @@ class BulkExecutor:
 
     def _may_retry(self, error: ApiError, item: Item) -> bool:
         """Return True if a retry can succeed, and does not repeat the action."""
-        if error.code in _RETRYABLE:
+        if error.code in RETRYABLE:
             return True
         # A decision is idempotent. For the other actions, `_act` checks a known state first.
         decides = self._action.verb in ("commit", "rollback")
@@ -235,7 +231,7 @@ class BulkExecutor:
     def _note_unavailable(self, error: ApiError, item: Item) -> None:
         if not error.reached:
             self._halt(error.sentence)
-        elif error.code in _RETRYABLE:
+        elif error.code in RETRYABLE:
             self._unavailable[item.partition] = error.sentence
 
 

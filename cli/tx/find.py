@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from txbroker.cli.client import ApiClient, client_options, for_all
+from txbroker.cli.client import ApiClient, ApiError, client_options, for_all
 from txbroker.cli.completion import complete_ids, group_option, topic_option
 from txbroker.cli.options import conclude, limit_option, with_options
 from txbroker.cli.output import (
@@ -91,15 +91,20 @@ def find_command(
             show_rows([client.get("transactions", what)], COLUMNS, output, "")
             return
         query["record" if "@" in what else "id"] = what
+        if "@" not in what and len(what) > _ID_CHARS:
+            raise click.UsageError(f"an id has {_ID_CHARS} characters, {what[:40]!r}… has more")
     if not query:
         raise click.UsageError("name what to find: an id, a record, or options such as --key")
     rows: dict[str, Row] = {}
-    done, records, unread, stopped = 0.0, 0, 0, False
+    done, records, unread, full, stopped = 0.0, 0, 0, False, False
+    failure: ApiError | None = None
     streams, shown = output not in ("json", "yaml"), RowStream(COLUMNS, output)
     try:
         with progress() as show:
             for page in client.pages("search", **query):
                 fresh = [row for row in page["transactions"] if row["id"] not in rows]
+                full = len(rows) + len(fresh) + bool(page["next_cursor"]) > limit
+                fresh = fresh[: limit - len(rows)]
                 if fresh and streams:
                     show(None)
                     shown.write(fresh)
@@ -107,17 +112,24 @@ def find_command(
                 done, records = page["done"], records + page["records"]
                 unread += page.get("unread", 0)
                 show(done, f"{records:,} records, {len(rows):,} found")
-                if len(rows) >= limit and page["next_cursor"]:
+                if full:
                     break
     except KeyboardInterrupt:
         stopped = True
+    except ApiError as error:
+        if not rows:
+            raise
+        failure = error
     where = f"{records:,} records" if done == 1 else f"{records:,} records, {done:.0%} of all"
     if not rows or not streams:
         show_rows(list(rows.values()), COLUMNS, output, f"Nothing was found in {where}.")
     if unread:
-        why = "their markers were deleted, or reading took too long"
-        click.echo(f"{unread:,} more match and cannot be shown: {why}.", err=True)
-    if done < 1 and (rows or stopped):
+        why = "their records were deleted, or reading took too long"
+        click.echo(f"{unread:,} more may match and cannot be shown: {why}.", err=True)
+    if failure is not None:
+        click.echo(f"The search ended after {where}.", err=True)
+        raise failure
+    if full or stopped:
         why = "You stopped" if stopped else f"It stopped at {len(rows):,}"
         click.echo(f"{why} after {where}: bound it by --since, or raise --limit.", err=True)
 

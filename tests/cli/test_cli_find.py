@@ -44,9 +44,11 @@ def test_order_is_found_and_traced(there: Call) -> None:
         (["t/0@99999"], "does not exist"),
         (["--key", "k" * 10_000], "expected `str` of length <= 4096"),
         (["--header", "novalue"], "give it as name=value"),
+        (["--since", "1h", "--until", "2h"], "the time range is empty"),
         (["--since", "yesterday"], "is no time"),
         (["--since", "9999-99-99"], "is no time"),
         (["0" * 26], "no such transaction"),
+        (["0" * 60_000], "an id has 26 characters"),
     ],
 )
 def test_useless_terms_are_a_sentence(there: Call, arguments: list[str], why: str) -> None:
@@ -55,16 +57,16 @@ def test_useless_terms_are_a_sentence(there: Call, arguments: list[str], why: st
     assert why in wrong.err
 
 
-def pages(stub: Stub, count: int) -> None:
-    """Let the proxy answer with one transaction on each of so many pages."""
-    rows = [stub.rows[id] for id in stub.add(count)]
+def pages(stub: Stub, count: int, size: int = 1) -> None:
+    """Let the proxy answer with `size` transactions on each of so many pages."""
+    rows = [stub.rows[id] for id in stub.add(count * size)]
 
     def answer(asked: Asked) -> Reply | None:
         if asked.path != "/v1/search":
             return None
         at = int(asked.query.get("cursor", 0))
         return 200, {
-            "transactions": [rows[at]],
+            "transactions": rows[at * size : (at + 1) * size],
             "next_cursor": str(at + 1) if at + 1 < count else None,
             "done": (at + 1) / count,
             "records": 1000,
@@ -73,13 +75,41 @@ def pages(stub: Stub, count: int) -> None:
     stub.answer = answer
 
 
-def test_limit_stops_search_and_says_where(call: Call, stub: Stub) -> None:
+@pytest.mark.parametrize(
+    ("limit", "where"),
+    [(3, "1,000 records, 25%"), (4, "1,000 records, 25%"), (15, "4,000 records"), (16, "")],
+)
+def test_limit_stops_search_and_says_where(call: Call, stub: Stub, limit: int, where: str) -> None:
+    pages(stub, 4, 4)
+    arguments = ["--key", "k", "--limit", limit, "--columns", "id", "--url", stub.url]
+    found = call("tx", "find", *arguments)
+    assert found.out.split() == ["ID", *list(stub.rows)[:limit]]
+    assert (f"It stopped at {limit} after {where}" in found.err) is bool(where)
+
+
+@pytest.mark.parametrize("pauses", [0, 3])
+def test_search_outlasts_a_take_over(
+    call: Call, stub: Stub, monkeypatch: pytest.MonkeyPatch, pauses: int
+) -> None:
+    monkeypatch.setattr("txbroker.cli.client.PAUSES_S", (0.01,) * pauses)
     pages(stub, 4)
-    found = call("tx", "find", "--key", "k", "--limit", 2, "--columns", "id", "--url", stub.url)
-    assert found.out.split() == ["ID", *list(stub.rows)[:2]]
-    assert "It stopped at 2 after 2,000 records, 50% of all" in found.err
-    whole = call("tx", "find", "--key", "k", "--columns", "id", "--url", stub.url)
-    assert (whole.out.split()[1:], whole.err) == (list(stub.rows), "")
+    inner, refused = stub.answer, [2] * 3
+
+    def answer(asked: Asked) -> Reply | None:
+        if refused and asked.query.get("cursor") == "2":
+            refused.pop()
+            return 503, {"error": {"code": "owner_unavailable", "message": "it moves"}}
+        return inner(asked)
+
+    stub.answer = answer
+    found = call("tx", "find", "--key", "k", "-o", "json", "--url", stub.url)
+    known = list(stub.rows)[: 4 if pauses else 2]
+    assert [row["id"] for row in found.json] == known
+    if pauses:
+        assert (found.code, found.err) == (0, "")
+    else:
+        assert found.code == 1
+        assert "The search ended after 2,000 records, 50% of all.\nError: it moves" in found.err
 
 
 def test_terminal_keeps_its_columns_from_page_to_page(stub: Stub, on_terminal: Run) -> None:

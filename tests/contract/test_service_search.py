@@ -79,6 +79,7 @@ async def test_settled_transaction_is_shown_whole(
     for event in shown["timeline"][:-1]:
         log = "half" if event["event"] == "prepared" else "op"
         assert f".{log}/{shown['partition']}@" in event["record"]
+    assert [check["outcome"] for check in shown["checks"]] == ["unknown"] * 2
     assert "None" not in str(shown["timeline"])
     if memory == "none":
         return

@@ -356,6 +356,15 @@ async def test_malformed_answer_is_never_an_ack(peer: Peers, answer: bytes) -> N
     assert error.value.details == {"id": ID}
 
 
+@pytest.mark.parametrize(
+    ("status", "remedy"), [("404 Not Found", "another version"), ("403 No", "peer_secret_file")]
+)
+async def test_refused_call_names_the_next_step(peer: Peers, status: str, remedy: str) -> None:
+    async with server(answering(response(b"", status), then_close=True)) as url:
+        with pytest.raises(OwnerUnavailable, match=remedy):
+            await peer.search(url, SearchRequest(id="0"))
+
+
 async def test_a_call_is_sent_once(peer: Peers) -> None:
     calls: list[bytes] = []
 

@@ -29,6 +29,7 @@ from txbroker.core.terms import Terms
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Appended, LogTruncated
 from txbroker.errors import KafkaUnavailable, NotFound, TooOld
+from txbroker.principals import Patterns
 from txbroker.proxy.partition import partition_api as answers
 from txbroker.proxy.partition import scan
 from txbroker.proxy.partition.history import (
@@ -389,6 +390,10 @@ async def test_scan_of_markers_begins_at_the_given_time() -> None:
     assert await scanned(past, terms, Layer.OP) == [id]
     assert past.op.read_records < 1500
     assert await scanned(past, structs.replace(terms, key=b"k"), Layer.OP) == []
+    past.op.read_records = 0
+    for no_half in ({"from_ms": past.half_ms + 3_600_000}, {"from_ms": None, "to_ms": 1}):
+        assert await scanned(past, structs.replace(terms, **no_half), Layer.OP) == []
+    assert past.op.read_records == 0
 
 
 async def test_final_messages_of_a_void_commit_are_not_found(harness: Harness) -> None:
@@ -405,9 +410,23 @@ async def test_final_messages_of_a_void_commit_are_not_found(harness: Harness) -
     (record,) = encode_half(Half(other, "g", (message,)))
     many = [(n, b"0/%d" % (1 << 50) if n == "txb-seq" else v) for n, v in record.headers]
     harness.zombie_op(structs.replace(record, headers=tuple(many)))
-    found = await owner.scanner.page(Layer.OP, Terms(key=b"final"), Cursor())
-    assert [each.id for each in found.transactions] == [id]
-    assert (found.unread, found.next) == (0, None)
+    for visible in (Patterns(), Patterns(["others"])):
+        found = await owner.scanner.page(Layer.OP, Terms(key=b"final"), Cursor(), visible)
+        assert [each.id for each in found.transactions] == [id] * visible.everything
+        assert (found.unread, found.next) == (0, None)
+
+
+async def test_lost_messages_may_match(harness: Harness) -> None:
+    owner, id = await harness.new_pending(Message("t", b"k", b"v", partition=0))
+    transaction = owner.ledger.index.get(id)
+    assert transaction is not None
+    owner.ledger.index.evict(transaction)
+    transaction.lost = True
+    for terms, unread in ((Terms(key=b"k"), 1), (Terms(key=b"other"), 0), (Terms(topic="t"), 0)):
+        found = await owner.scanner.page(Layer.MEMORY, terms, Cursor(), Patterns())
+        assert (len(found.transactions), found.unread) == (terms.key is None, unread), terms
+        found = await owner.scanner.page(Layer.MEMORY, terms, Cursor(), Patterns(["others"]))
+        assert (found.transactions, found.unread) == ([], 0)
 
 
 async def test_page_of_large_transactions_is_bounded(
@@ -421,7 +440,7 @@ async def test_page_of_large_transactions_is_bounded(
         found: list[list[str]] = []
         cursor: Cursor | None = Cursor()
         while cursor is not None:
-            page = await owner.scanner.page(layer, Terms(key=b"k"), cursor)
+            page = await owner.scanner.page(layer, Terms(key=b"k"), cursor, Patterns())
             found.append([each.id for each in page.transactions])
             cursor = page.next
         assert [len(page) for page in found] == [1] * 5, layer

@@ -225,6 +225,10 @@ def _may_park(transaction: Transaction, entry: MarkerEntry) -> str:
     return ""
 
 
+def _end_round(transaction: Transaction, entry: MarkerEntry) -> None:
+    transaction.note_outcome(entry.marker.previous)
+
+
 def _may_revive(transaction: Transaction, entry: MarkerEntry) -> str:
     named, current = entry.marker.round, transaction.checks.round
     return "" if named == current else f"round {named} is not {current}"
@@ -253,7 +257,7 @@ RULES: dict[tuple[State, Step], Rule] = {
     (State.PENDING, MarkerKind.CHECK): Rule(State.PENDING, _may_check, _record_attempt),
     (State.PENDING, MarkerKind.RETURNED): Rule(State.PENDING, _may_give_back, _give_back),
     (State.PENDING, MarkerKind.LATER): Rule(State.PENDING, _may_give_back, _postpone),
-    (State.PENDING, MarkerKind.PARK): Rule(State.PARKED, _may_park),
+    (State.PENDING, MarkerKind.PARK): Rule(State.PARKED, _may_park, _end_round),
     (State.PARKED, MarkerKind.COMMIT): Rule(State.COMMITTED, _may_commit, _decide),
     (State.PARKED, MarkerKind.ROLLBACK): Rule(State.ROLLED_BACK, wrong_group, _decide),
     (State.PARKED, MarkerKind.REVIVE): Rule(State.PENDING, _may_revive, _begin_round),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from txbroker.core.decoding import HalfPart, Malformed, NewerVersion, decode_half
-from txbroker.core.records import Header, Message, Record
+from txbroker.core.records import Half, Header, Message, Record
 from txbroker.core.routing import ALPHABET, LENGTH, TIME_MAX_MS, dedup_hash, order_hash
 from txbroker.core.transaction import Transaction, key_mark
 
@@ -111,7 +111,7 @@ class Terms(Struct, frozen=True):
             return False
         return self._match_message(part.message) if self._of_message else self.match_first(part)
 
-    def match_first(self, part: HalfPart) -> bool:
+    def match_first(self, part: HalfPart | Half) -> bool:
         """Return whether the first record of a half message has the order and dedup key."""
         return (self.order_key is None or part.order_key == self.order_key) and (
             self.dedup_key is None or part.dedup_key == self.dedup_key

@@ -225,12 +225,14 @@ async def _read(url: str, response: aiohttp.ClientResponse, kind: type[T]) -> T:
                 f"the answer of the proxy at {url} exceeds {ANSWER_BYTES_MAX} bytes"
             )
     if response.content_type != CONTENT_TYPE:
-        # The guard refuses in plain text: another peer secret, or a name that is not allowed.
+        # In plain text: the guard refuses, or the call is unknown.
         code = printable(response.headers.get(CODE_HEADER, ""))
         refusal = f"{status} {code}".rstrip()
+        remedy = "check peer_secret_file and peer_names of both"
+        if status == 404:
+            remedy = "it runs another version: retry when both run the same"
         raise OwnerUnavailable(
-            f"the proxy at {url} refuses this proxy: it answered {refusal}; check "
-            "peer_secret_file and peer_names of both"
+            f"the proxy at {url} refuses this call: it answered {refusal}; {remedy}"
         )
     try:
         if status == 200:

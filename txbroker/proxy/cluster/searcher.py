@@ -18,7 +18,7 @@ from txbroker.errors import (
 )
 from txbroker.proxy.cluster.forwarding import search_place
 from txbroker.proxy.cluster.partition_manager import PartitionManager
-from txbroker.proxy.cluster.views import LogNames, summary, visible_to
+from txbroker.proxy.cluster.views import LogNames, groups_of, summary
 
 RECORD_S = 5.0
 """Maximum time to read one record, seconds."""
@@ -46,12 +46,12 @@ class Searcher:
             return SearchPage(())
         layer, partition = place.steps[place.number]
         owner = self._partitions.owner(partition)
-        found = await owner.scanner.page(layer, request, place.cursor)
+        found = await owner.scanner.page(layer, request, place.cursor, groups_of(request))
         if self._partitions.owner(partition) is not owner:
             raise OwnerUnavailable(f"half partition {partition} moved: retry")
         self._partitions.check_in_touch()
         cursor, done = place.after(found.next)
-        views = visible_to(request, map(summary, found.transactions))
+        views = tuple(map(summary, found.transactions))
         return SearchPage(views, cursor, done, found.records, found.unread)
 
     async def record_page(
@@ -76,10 +76,10 @@ class Searcher:
                 path="record",
             )
         restricted = request.groups_allowed is not None
-        visible: tuple[TransactionView, ...] = ()
         try:
             view = await find(await self._transaction_of(place, record))
-            visible = visible_to(request, (view,))
+            if view.group in groups_of(request):
+                return SearchPage((view,))
         except OwnerUnavailable:
             if restricted:
                 raise OwnerUnavailable(f"cannot read {record} now: retry") from None
@@ -87,9 +87,7 @@ class Searcher:
         except (BadRequest, NotFound, TooOld):
             if not restricted:
                 raise
-        if not visible:
-            raise NotFound(f"there is no record {record} of a transaction of your groups")
-        return SearchPage(visible)
+        raise NotFound(f"there is no record {record} of a transaction of your groups")
 
     async def _transaction_of(self, place: RecordPlace, record: str) -> str:
         if place.topic not in self._logs:

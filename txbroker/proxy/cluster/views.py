@@ -1,7 +1,7 @@
 """Views of transactions: one with its messages, checks and timeline, and lists, page by page."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from heapq import nlargest, nsmallest
 from typing import NamedTuple
 
@@ -193,13 +193,10 @@ def _attempt(attempt: Attempt) -> str:
     return text
 
 
-def visible_to(
-    request: SearchRequest, views: Iterable[TransactionView]
-) -> tuple[TransactionView, ...]:
-    """Return the transactions that the caller of a search may see."""
+def groups_of(request: ListRequest | SearchRequest) -> Patterns:
+    """Return the groups that the caller of a list or a search may see."""
     allowed = ("*",) if request.groups_allowed is None else request.groups_allowed
-    visible = Patterns(allowed, request.groups_denied)
-    return tuple(view for view in views if view.group in visible)
+    return Patterns(allowed, request.groups_denied)
 
 
 SLICE = 256
@@ -211,8 +208,7 @@ async def page_of(ledger: Ledger, request: ListRequest, now_ms: int) -> Transact
     before_ms = None
     if request.older_than_s is not None:
         before_ms = now_ms - round(request.older_than_s * 1000)
-    allowed = ("*",) if request.groups_allowed is None else request.groups_allowed
-    visible = Patterns(allowed, request.groups_denied)
+    visible = groups_of(request)
     if request.state in SETTLED:
         return await _settled(ledger, request, before_ms, visible)
     at_ms, id = decode_cursor(request.cursor, newest=request.newest)

@@ -46,6 +46,7 @@ async def find(request: PageRequest) -> HtmlPage | Redirect:
         "fields": fields,
         "found": found,
         "seconds": seconds,
+        "later": cursor is not None,
         "next": following and link("/find", **query, newer=newer, cursor=following),
     }
     return HtmlPage("find.html", values)

@@ -273,6 +273,11 @@ def _search_request(query: SearchQuery) -> SearchRequest:
     name, sign, value = (query.header or "").partition("=")
     if query.header is not None and not (name and sign):
         raise BadRequest("header is no name and value: give it as name=value", path="header")
+    if query.to_ms is not None and (query.from_ms or 0) >= query.to_ms:
+        raise BadRequest(
+            "the time range is empty: from_ms (--since) has to be before to_ms (--until)",
+            path="to_ms",
+        )
     request = SearchRequest(
         id=id,
         key=key,

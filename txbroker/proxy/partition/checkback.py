@@ -243,7 +243,12 @@ class CheckBack:
 
     async def _park(self, transaction: Transaction) -> None:
         try:
-            marker = self._context.marker(transaction, MarkerKind.PARK, source=Source.SCHEDULE)
+            marker = self._context.marker(
+                transaction,
+                MarkerKind.PARK,
+                source=Source.SCHEDULE,
+                previous=transaction.checks.attempts[-1].outcome,
+            )
             outcome = await self._op.append_one(marker)
         except RequestError as error:
             log.warning("park failed", id=transaction.id, why=str(error))

@@ -16,6 +16,7 @@ from msgspec import structs
 from txbroker.contract.service import LISTED_MESSAGES_MAX
 from txbroker.core.decoding import Malformed, NewerVersion, decode_half, decode_marker
 from txbroker.core.index import OffsetIndex
+from txbroker.core.lifecycle import SETTLED
 from txbroker.core.routing import TIME_MAX_MS
 from txbroker.core.terms import Terms
 from txbroker.core.transaction import Transaction
@@ -28,6 +29,7 @@ from txbroker.errors import (
     OwnerUnavailable,
     TooOld,
 )
+from txbroker.principals import Patterns
 from txbroker.proxy.partition.body_cache import BodyCache
 from txbroker.proxy.partition.clock import Yielder
 from txbroker.proxy.partition.context import PartitionContext
@@ -119,12 +121,14 @@ class Match(NamedTuple):
 
     Attributes:
         id: of its transaction.
+        group: of its transaction.
         records: the offsets of its half message; in the operation topic those of its marker and
             the replacing messages.
         cursor: of a page that begins with it.
     """
 
     id: str
+    group: str
     records: range
     cursor: Cursor
 
@@ -139,7 +143,7 @@ class ScanPage(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The transactions of a page, newest first, and how many more match and could not be read."""
+    """The transactions of a page, newest first, and how many more may match and cannot be read."""
 
     transactions: list[Transaction]
     unread: int
@@ -158,8 +162,11 @@ class Scanner:
         # One page at a time: all searches share a bounded part of the event loop.
         self._scanning = asyncio.Semaphore()
 
-    async def page(self, layer: Layer, terms: Terms, cursor: Cursor) -> Found:
+    async def page(self, layer: Layer, terms: Terms, cursor: Cursor, visible: Patterns) -> Found:
         """Return a page of a search.
+
+        Args:
+            visible: the groups that the caller may see; of others nothing is read back or counted.
 
         Raises:
             OwnerUnavailable: Kafka does not answer, or lost the end of a topic.
@@ -172,7 +179,8 @@ class Scanner:
                     page = await search_memory(index, self._bodies, terms, cursor.seen, start)
                 else:
                     page = await search_topic(self._half, self._op, layer, terms, cursor)
-                return await self._found(layer, terms, page)
+                matches = [match for match in page.matches if match.group in visible]
+                return await self._found(layer, terms, page._replace(matches=matches))
             except (KafkaUnavailable, LogTruncated, InvariantBroken) as error:
                 raise OwnerUnavailable(f"cannot search: {error}") from None
 
@@ -201,7 +209,7 @@ class Scanner:
 
         Raises:
             NotFound: its records are void, or other terms do not match.
-            TooOld: its deciding marker, or its half message, was deleted.
+            TooOld: its messages, its deciding marker or its half message were deleted.
         """
         half = match.records
         if layer is Layer.OP:
@@ -209,7 +217,9 @@ class Scanner:
         transaction = self._index.get(match.id)
         if transaction is not None and transaction.offset != half.start:
             raise NotFound(id=match.id)  # a void record under an id in use
-        if terms.needs_first_record and not await self._match_first(terms, half):
+        if transaction is not None and layer is Layer.MEMORY and _is_unknown(transaction, terms):
+            raise TooOld(id=match.id)
+        if terms.needs_first_record and not await self._match_first(terms, transaction, half):
             raise NotFound(id=match.id)
         if transaction is None:
             logs = self._half, self._op
@@ -230,12 +240,16 @@ class Scanner:
                     return range(marker.half, marker.half + len(match.records) - 1)
         raise NotFound(id=match.id)
 
-    async def _match_first(self, terms: Terms, half: range) -> bool:
-        """Return whether the first record of a half message has the order and dedup key."""
+    async def _match_first(
+        self, terms: Terms, transaction: Transaction | None, half: range
+    ) -> bool:
+        """Return whether a half message has the order and dedup key, which its first record has."""
+        if transaction is not None and transaction.state not in SETTLED:
+            return terms.match_first(transaction.half)
         for record in await self._half.pick(half[:1]):
             with suppress(Malformed, NewerVersion):
                 return terms.match_first(decode_half(record))
-        return True  # not in the topic any more: memory has matched it
+        raise TooOld
 
 
 async def search_memory(
@@ -259,7 +273,8 @@ async def search_memory(
             read = gone or terms.key is not None
             if await _match_messages(transaction, bodies, terms, read=read):
                 half = range(at, at + len(transaction.places))
-                matches.append(Match(transaction.id, half, Cursor(at - 1)))
+                match = Match(transaction.id, transaction.half.group, half, Cursor(at - 1))
+                matches.append(match)
             if len(matches) == MATCHES_MAX or time.monotonic() > deadline_s:
                 return ScanPage(matches, next=Cursor(seen))
         if time.monotonic() > deadline_s:
@@ -271,14 +286,21 @@ async def search_memory(
 async def _match_messages(
     transaction: Transaction, bodies: BodyCache, terms: Terms, *, read: bool
 ) -> bool:
-    """Return whether the messages match; with `read`, which few need, also if Kafka has to be
-    asked for them."""
+    """Return whether the messages match, or may match as they are lost; with `read`, which few
+    need, also if Kafka has to be asked for them."""
     if not terms.needs_messages:
         return True
     if not transaction.has_bodies and read:
         await bodies.show(transaction)
+    if transaction.has_bodies:
+        return terms.match_messages(transaction.messages)
     # The topics, which are read afterwards, have the others.
-    return transaction.has_bodies and terms.match_messages(transaction.messages)
+    return _is_unknown(transaction, terms)
+
+
+def _is_unknown(transaction: Transaction, terms: Terms) -> bool:
+    """Return whether the terms are about messages that were deleted."""
+    return terms.needs_messages and transaction.lost and not transaction.has_bodies
 
 
 async def search_topic(half: Log, op: Log, layer: Layer, terms: Terms, cursor: Cursor) -> ScanPage:
@@ -316,7 +338,7 @@ async def search_topic(half: Log, op: Log, layer: Layer, terms: Terms, cursor: C
                 if part is not None and part.count * _RECORD_BYTES_MIN <= log.batch_bytes_max:
                     first = record.offset - part.sequence
                     found = range(first - markers, first + part.count)
-                    match = Match(part.id, found, place._replace(at=record.offset))
+                    match = Match(part.id, part.group, found, place._replace(at=record.offset))
                     matches.setdefault(part.id, match)
                     if len(matches) == MATCHES_MAX:
                         break
@@ -341,13 +363,15 @@ async def _bounds(half: Log, op: Log, layer: Layer, terms: Terms) -> tuple[int, 
     start, end = await half.bounds()
     first_ms, last_ms = terms.times(NEAR_MS)
     begin = start if first_ms == 0 else await first_since(half, start, end, first_ms)
+    if last_ms < TIME_MAX_MS:
+        end = await first_since(half, begin, end, last_ms)
     if layer is Layer.OP:
-        first = await half.pick(range(begin, min(begin + NEIGHBOURS, end)))
         op_start, op_end = await op.bounds()
+        if begin == end:
+            return op_end, op_end
+        first = await half.pick(range(begin, min(begin + NEIGHBOURS, end)))
         if begin > start and first:
             since_ms = min(record.timestamp_ms for record in first)
             op_start = await first_marker_since(op, op_start, op_end, begin, since_ms)
         return op_start, op_end
-    if last_ms < TIME_MAX_MS:
-        end = await first_since(half, begin, end, last_ms)
     return begin, end
