@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from txbroker import __version__
 from txbroker.contract.service import (
@@ -20,10 +21,12 @@ from txbroker.contract.service import (
     HistoryRequest,
     OperatorAction,
 )
+from txbroker.proxy.console.concerns import Concern, Severity
 from txbroker.proxy.observe.counting import RateCounter
 from txbroker.proxy.observe.history import (
     EVENTS_MAX,
     GROUPS_MAX,
+    STAYING,
     HistorySources,
     ProxyHistory,
     joined_history,
@@ -62,11 +65,13 @@ class Proxy:
             kafka=SimpleNamespace(silent_since_ms=lambda now_ms: self.silent_ms),
         )  # fmt: skip
         self.owners = [self.owner]
+        self.half_partitions = 1
         self.history = ProxyHistory(
             HistorySources(
                 url=lambda: "http://a:1",
                 now_ms=self.now_ms,
                 owners=lambda: self.owners,
+                half_partitions=lambda: self.half_partitions,
                 checks=self._checks,
                 latencies=lambda: {
                     "prepare_latency_seconds": (self.bounds, self.prepares),
@@ -203,6 +208,48 @@ def test_histories_are_summed_and_unknown_stays_unknown() -> None:
     assert (partial.prepared, partial.pending, partial.parked) == (11, None, None)
 
 
+@pytest.mark.parametrize("group", ["", "g", "idle"])
+def test_pending_is_unknown_while_a_half_partition_has_no_owner(group: str) -> None:
+    one, other = Proxy(), Proxy()
+    for proxy in (one, other):
+        proxy.half_partitions = 2
+        proxy.prepare("g")
+    owners = other.owners
+    for owned in (owners, [], [], owners, [*owners, one.owner]):
+        other.owners = owned
+        for proxy in (one, other):
+            proxy.run()
+    known = 0 if group == "idle" else 2
+    parts = [proxy.read(group) for proxy in (one, other)]
+    joined = joined_history(parts, complete=True)
+    # At the end, both have the same one.
+    assert points(joined, "pending") == [known, None, None, known, None]
+    assert points(joined, "parked") == [0, None, None, 0, None]
+    ages = points(joined, "oldest_pending_age_s")
+    assert ages == [None, None, None, 3.0 if known else None, None]
+    assert points(joined, "observed") == [2, 1, 1, 2, 3]
+    assert points(joined, "prepared") == [known, 0, 0, 0, 0]
+    assert joined.half_partitions == 2
+    assert set(points(joined_history(parts[:1], complete=True), "pending")) == {None}
+    # A proxy of an older version does not tell what it observed.
+    older = structs.replace(
+        parts[1],
+        half_partitions=0,
+        points=tuple(structs.replace(point, observed=None) for point in parts[1].points),
+    )
+    mixed = points(joined_history([older, parts[0]], complete=True), "pending")
+    assert mixed[:2] == [known, known // 2]
+
+
+def test_last_sample_of_a_step_counts() -> None:
+    proxy = Proxy()
+    proxy.run(15)
+    proxy.owners = []
+    proxy.run(15)
+    joined = joined_history([proxy.read(step_s=10)], complete=True)
+    assert points(joined, "pending") == [0, None, None]
+
+
 def test_actions_of_a_partition_that_moved_are_shown_once() -> None:
     seen = OperatorAction(5, "rollback", "Ada", "r", "g", "id", 3)
     again = OperatorAction(5, "rollback", "Ada", "r", "g", "id", 9)
@@ -216,27 +263,60 @@ def test_actions_of_a_partition_that_moved_are_shown_once() -> None:
     assert joined.actions_since_ms == {0: 3, 1: 1}
 
 
+def noted(proxy: Proxy) -> list[tuple[str, str, str]]:
+    return [(event.kind, event.text, event.group) for event in proxy.read().events]
+
+
 def test_events_begin_and_end() -> None:
     proxy = Proxy()
-    proxy.run(2)
+    proxy.run(6)
     proxy.problems = [("Checks failing", "g"), ("Not ready", "")]
     proxy.run(6)
     proxy.problems = [("Not ready", "")]
+    proxy.run(6)
     proxy.owners = []
     proxy.run(6)
-    events = [(event.kind, event.text, event.group) for event in proxy.read().events]
-    assert events == [
+    assert noted(proxy) == [
         ("start", f"version {__version__}", ""),
         ("takeover", "half partition 0", ""),
         ("problem", "Checks failing", "g"),
         ("problem", "Not ready", ""),
-        ("handover", "half partition 0", ""),
         ("solved", "Checks failing", "g"),
+        ("handover", "half partition 0", ""),
     ]
     assert {event.group for event in proxy.read("g").events} == {"", "g"}
     assert {event.group for event in proxy.read("h").events} == {""}
     assert proxy.read("g").checks[0].answer == "g"
     assert proxy.read().checks == ()
+
+
+@pytest.mark.parametrize("idle_s", [0, 1, 7])
+def test_what_moves_with_a_half_partition_has_neither_begun_nor_ended(idle_s: int) -> None:
+    proxy = Proxy()
+    owners, proxy.owners = proxy.owners, []
+    proxy.run(idle_s)
+    proxy.owners, proxy.problems = owners, [("Parking", "g"), ("Not ready", "")]
+    proxy.run(10)
+    proxy.owners, proxy.problems = [], []
+    proxy.run(10)
+    begun, *events = noted(proxy)
+    assert begun[0] == "start"
+    assert events == [
+        ("takeover", "half partition 0", ""),
+        ("problem", "Not ready", ""),
+        ("handover", "half partition 0", ""),
+        ("solved", "Not ready", ""),
+    ]
+    proxy.problems = [("Parking", "g")]
+    proxy.run(10)
+    assert noted(proxy)[-1] == ("problem", "Parking", "g")
+
+
+def test_problems_that_stay_are_named_as_they_are_shown() -> None:
+    alerts = ("NotReady", "PrepareSlow", "UndecidedLost")
+    shown = {str(Concern(Severity.BAD, f"TxBroker{alert}", "", "", "")) for alert in alerts}
+    silent = Concern(Severity.BAD, "TxBrokerNotReady", "", "", "", headline=True)
+    assert shown | {str(silent)} == STAYING
 
 
 def test_growth_is_that_of_the_alert() -> None:

@@ -522,12 +522,15 @@ class HistoryPoint(Struct, frozen=True):
     Attributes:
         at_ms: its begin.
         prepared, decided, promoted: transactions within it.
-        pending, parked: transactions at its end; None if unknown, as while Kafka did not answer.
+        pending, parked: transactions at its end; None if unknown, as while Kafka did not answer or
+            a half partition had no owner.
         oldest_pending_age_s: the greatest age within it.
         checks: that ended within it.
         latency: by kind (`prepare`, `decision`, `promotion`); also for one group those of all.
         buckets: the same as counts of the metric's buckets, between proxies only.
         proxies: how many proxies it is known of.
+        observed: half partitions whose transactions were known at its end, of `half_partitions`;
+            None if a proxy of an older version does not tell.
     """
 
     at_ms: int
@@ -541,6 +544,7 @@ class HistoryPoint(Struct, frozen=True):
     latency: dict[str, Latency] = {}
     buckets: dict[str, tuple[int, ...]] = {}
     proxies: int = 1
+    observed: int | None = None
 
 
 class HistoryEvent(Struct, frozen=True):
@@ -605,6 +609,7 @@ class History(Struct, frozen=True):
         actions_since_ms: from when on they are known, by half partition: from its newest snapshot
             when it was taken over.
         bounds_s: the upper bounds of the buckets, between proxies only.
+        half_partitions: how many the installation has, 0 if not known.
     """
 
     step_s: int
@@ -616,6 +621,7 @@ class History(Struct, frozen=True):
     actions: tuple[OperatorAction, ...] = ()
     actions_since_ms: dict[int, int] = {}
     bounds_s: dict[str, tuple[float, ...]] = {}
+    half_partitions: int = 0
 
 
 class Service(Protocol):

@@ -58,6 +58,7 @@ class Observation:
                 url=lambda: self._broker.partitions.url,
                 now_ms=lambda: self._broker.now_ms(),
                 owners=lambda: self._broker.partitions.open().values(),
+                half_partitions=lambda: len(self._broker.partitions.assigned()),
                 is_whole=self._is_whole,
                 checks=runner.outcomes.take,
                 latencies=lambda: {

@@ -51,12 +51,16 @@ _COUNTS = 3 + len(_CHECKS)
 """Prepared, decided, promoted, and checks by outcome."""
 _PENDING, _PARKED, _OLDEST = range(_COUNTS, _COUNTS + 3)
 _WIDTH = _OLDEST + 1
+_LOST, _OBSERVED = _WIDTH, _WIDTH + 1
+"""Of all groups together only: lost transactions, and half partitions of known present values."""
 _LATENCIES = {
     "prepare": "prepare_latency_seconds",
     "decision": "decision_latency_seconds",
     "promotion": "promotion_latency_seconds",
 }
 """The metric of each latency."""
+STAYING = frozenset({"Kafka does not answer", "Not ready", "Prepare slow", "Undecided lost"})
+"""Problems of a proxy, whichever half partitions it has; others move with their transactions."""
 
 
 Actions: TypeAlias = tuple[tuple[OperatorAction, ...], dict[int, int]]
@@ -73,6 +77,7 @@ class HistorySources(Struct, frozen=True):
         url: returns the proxy's URL.
         now_ms: returns the brokers' clock.
         owners: returns the owners of the half partitions that are open here.
+        half_partitions: returns how many the installation has, 0 if that is not known.
         is_whole: returns whether all half partitions assigned here are open.
         checks: returns the checks of each group since its last call.
         latencies: returns bounds and counts of the buckets of each latency, by the metric's name.
@@ -85,6 +90,7 @@ class HistorySources(Struct, frozen=True):
     url: Callable[[], str]
     now_ms: Callable[[], int]
     owners: Callable[[], Iterable[ObservedPartition]]
+    half_partitions: Callable[[], int] = lambda: 0
     is_whole: Callable[[], bool] = lambda: True
     checks: Callable[[], Mapping[str, Sequence[int]]] = dict
     latencies: Callable[[], Mapping[str, tuple[Sequence[float], Sequence[int]]]] = dict
@@ -218,7 +224,7 @@ class _Reading:
         """Add an owner. `oldest_ms` is used while there are too many groups to look at each."""
         whole, index = self.whole, owner.ledger.index
         taken, lost = owner.rates.take()
-        whole.counts[_WIDTH] += lost
+        whole.counts[_LOST] += lost
         for place, counts in enumerate(taken):
             for name, number in counts.items():
                 self.count(name, ((place, number),))
@@ -253,7 +259,7 @@ class ProxyHistory(Past):
         self._places: dict[str, int] = {}
         self._bounds: dict[str, tuple[float, ...]] = {}
         self._before: dict[str, list[int]] = {}
-        width = _WIDTH + 1  # with the lost ones
+        width = _OBSERVED + 1
         for name, metric in _LATENCIES.items():
             bounds, counts = sources.latencies()[metric]
             self._places[name], self._bounds[name] = width, tuple(bounds)
@@ -278,7 +284,7 @@ class ProxyHistory(Past):
         second = self._second = max(self._second, now_ms // 1000)
         if not self._looked_s:
             self._note(now_ms, "start", f"version {__version__}")
-            self._looked_s = second
+            self._looked_s = second - 1  # a takeover now is a move since then
         owners = list(self._sources.owners())
         self._note_owned(now_ms, frozenset(owner.partition for owner in owners))
         reading = _Reading(self._groups, second)
@@ -292,6 +298,8 @@ class ProxyHistory(Past):
             whole.counts.update({at + place: number for place, number in self._fresh(name)})
         self._oldest_ms = reading.oldest_ms
         self._all.add(now_ms, second, whole, current=reading.current)
+        for ring in self._all.rings:
+            ring.values[ring.row(second) + _OBSERVED] = len(owners) if reading.current else 0
         for name, group in reading.groups.items():
             series = self._groups.get(name)
             if group.busy:
@@ -301,8 +309,8 @@ class ProxyHistory(Past):
             if series is not None:
                 series.add(now_ms, second, group, current=reading.current)
         if second - self._looked_s >= PROBLEMS_EVERY_S:
-            self._looked_s = second
             self._note_problems(now_ms)
+            self._looked_s = second
 
     def _fresh(self, name: str) -> Iterator[tuple[int, int]]:
         _, counts = self._sources.latencies()[_LATENCIES[name]]
@@ -337,16 +345,18 @@ class ProxyHistory(Past):
                 noun = "half partition" if len(numbers) == 1 else "half partitions"
                 self._note(now_ms, kind, f"{noun} {', '.join(map(str, sorted(numbers)))}")
         self._owned = owned
-        self._moved_s = now_ms // 1000
+        self._moved_s = self._second
 
     def _note_problems(self, now_ms: int) -> None:
+        # What came or went with half partitions has neither begun nor ended.
+        moved = self._moved_s > self._looked_s
         problems = dict.fromkeys(self._sources.problems())
         for kind, these, others in (
             ("problem", problems, self._problems),
             ("solved", self._problems, problems),
         ):
             for text, group in these:
-                if (text, group) not in others:
+                if (text, group) not in others and (text in STAYING or not moved):
                     self._note(now_ms, kind, text, group)
         self._problems = problems
 
@@ -354,7 +364,7 @@ class ProxyHistory(Past):
 
     def lost(self) -> int:
         rows = self._rows(self._all.rings[-1], HISTORY_S)
-        return round(sum(row[_WIDTH] for _, row in rows))
+        return round(sum(row[_LOST] for _, row in rows))
 
     def prepare_p99_s(self) -> float | None:
         at = self._places["prepare"]
@@ -419,6 +429,7 @@ class ProxyHistory(Past):
                 for instance in (self._sources.instances(request.group) if request.group else ())
             ),
             bounds_s=dict(self._bounds),
+            half_partitions=self._sources.half_partitions(),
         )
 
     def _rows(self, ring: _Ring, since_s: float) -> Iterator[tuple[int, Sequence[float]]]:
@@ -433,7 +444,7 @@ class ProxyHistory(Past):
         self, at_ms: int, all_: Sequence[float], own: Sequence[float] | None
     ) -> HistoryPoint:
         """Return a point of a series; without a row it was idle. Latencies are those of all."""
-        known = not math.isnan(all_[_PENDING])
+        known, observed = not math.isnan(all_[_PENDING]), round(all_[_OBSERVED])
         buckets = {}
         for name, at in self._places.items():
             found = tuple(map(round, all_[at : at + len(self._before[name])]))
@@ -441,7 +452,9 @@ class ProxyHistory(Past):
                 buckets[name] = found
         if own is None:
             none = 0 if known else None
-            return HistoryPoint(at_ms, pending=none, parked=none, buckets=buckets)
+            return HistoryPoint(
+                at_ms, pending=none, parked=none, buckets=buckets, observed=observed
+            )
         counts = [round(number) for number in own[:_COUNTS]]
         oldest_s = own[_OLDEST]
         return HistoryPoint(
@@ -454,6 +467,7 @@ class ProxyHistory(Past):
             oldest_pending_age_s=round(oldest_s, 1) if oldest_s > 0 else None,
             checks=CheckCounts(*counts[3:]),
             buckets=buckets,
+            observed=observed,
         )
 
     @property
@@ -476,6 +490,8 @@ def _step_number(since_s: float, step_s: float | None) -> int:
 def joined_history(parts: Sequence[History], *, complete: bool) -> History:
     """Return the history of all proxies that answered: counts summed, percentiles computed.
 
+    Pending, parked and oldest are only known where each half partition was observed.
+
     Args:
         complete: all proxies answered.
     """
@@ -491,12 +507,14 @@ def joined_history(parts: Sequence[History], *, complete: bool) -> History:
     # The newest step may be complete at some proxies only.
     while len(times) > 1 and points[times[-1]].proxies < points[times[-2]].proxies:
         points.pop(times.pop())
-    if not complete:
-        # A proxy that did not answer has more.
-        points = {
-            at_ms: structs.replace(point, pending=None, parked=None, oldest_pending_age_s=None)
-            for at_ms, point in points.items()
-        }
+    half_partitions = max((part.half_partitions for part in parts), default=0)
+    for at_ms, point in points.items():
+        # Older versions do not tell what they observed.
+        all_observed = not half_partitions or point.observed in (None, half_partitions)
+        if not complete or not all_observed:
+            points[at_ms] = structs.replace(
+                point, pending=None, parked=None, oldest_pending_age_s=None
+            )
     first = parts[0] if parts else History(HISTORY_STEPS_S[-1])
     since: dict[int, int] = {}
     for part in parts:
@@ -521,6 +539,7 @@ def joined_history(parts: Sequence[History], *, complete: bool) -> History:
         instances=tuple(instance for part in parts for instance in part.instances),
         actions=tuple(sorted(actions.values(), key=by_time)[::-1]),
         actions_since_ms=since,
+        half_partitions=half_partitions,
     )
 
 
@@ -542,6 +561,7 @@ def _added(one: HistoryPoint, other: HistoryPoint) -> HistoryPoint:
         sum_of_checks(one.checks, other.checks),
         buckets=buckets,
         proxies=one.proxies + other.proxies,
+        observed=_known_sum(one.observed, other.observed),
     )
 
 
