@@ -164,27 +164,28 @@ async def test_too_many_bytes_in_flight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "words"),
+    ("path", "words"),
     [
-        ("state=done", "state"),
-        ("state=", "state"),
-        ("limit=0", ">= 1"),
-        ("limit=1001", "<= 1000"),
-        ("limit=many", "limit"),
-        ("limit=1.5", "limit"),
-        ("older_than_s=inf", "<="),
-        ("older_than_s=nan", ">= 0"),
-        ("older_than_s=-1", ">= 0"),
-        ("group=", "length >= 1"),
-        ("limit=1&limit=2", "twice"),
-        ("state=null", "state has no value"),
-        ("older_than_s=NULL", "older_than_s has no value"),
-        ("stat=pending", "did you mean 'state'?"),
-        ("bodies=1", "there is no field 'bodies'"),
+        ("transactions?state=done", "state"),
+        ("transactions?state=", "state"),
+        ("transactions?limit=0", ">= 1"),
+        ("transactions?limit=1001", "<= 1000"),
+        ("transactions?limit=many", "limit"),
+        ("transactions?limit=1.5", "limit"),
+        ("transactions?older_than_s=inf", "<="),
+        ("transactions?older_than_s=nan", ">= 0"),
+        ("transactions?older_than_s=-1", ">= 0"),
+        ("transactions?group=", "length >= 1"),
+        ("transactions?limit=1&limit=2", "twice"),
+        ("transactions?state=null", "state has no value"),
+        ("transactions?older_than_s=NULL", "older_than_s has no value"),
+        ("transactions?stat=pending", "did you mean 'state'?"),
+        ("transactions?bodies=1", "there is no field 'bodies'"),
+        ("search?key_base64=!!", "key_base64: expected `str` in base64"),
     ],
 )
-async def test_bad_queries(api: Api, query: str, words: str) -> None:
-    status, answer = await api.call("GET", f"{PREPARE}?{query}")
+async def test_bad_queries(api: Api, path: str, words: str) -> None:
+    status, answer = await api.call("GET", f"/v1/{path}")
     assert (status, answer["error"]["code"]) == (400, "bad_request")
     assert words in answer["error"]["message"]
 

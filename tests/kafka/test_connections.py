@@ -332,6 +332,32 @@ async def test_waiters_fail_with_failed_connection_attempt() -> None:
     with pytest.raises(NotSent):
         await client.ask(1, NO_TOPICS, "metadata")
     assert attempts == 2
+    assert not client._attempts
+
+
+async def test_waiters_share_next_attempt_after_cancelled_one() -> None:
+    attempts = 0
+    silent = asyncio.Event()
+
+    async with connected() as (_, connection):
+
+        async def opener(*_: Any, **__: Any) -> Connection:
+            nonlocal attempts
+            attempts += 1
+            await silent.wait()
+            return connection
+
+        client = client_of(opener, 1)
+        first, *others = [asyncio.create_task(client.connect(1, "test")) for _ in range(50)]
+        await until(lambda: attempts)
+        first.cancel()
+        others.pop().cancel()
+        await until(lambda: attempts == 2)
+        silent.set()
+        await asyncio.gather(*others)
+        assert attempts == 2
+        assert client.connected(1, "test")
+        assert not client._attempts
 
 
 async def test_unresponsive_brokers_are_asked_last() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, cast
 
 import pytest
 
@@ -20,6 +22,7 @@ from tests.kafka.relay import (
 )
 from tests.kafka.small_turns import FENCED_CODES, Relayed, claim, progress, write
 from tests.kit.kafka import KafkaHarness
+from tests.kit.until import until
 from txbroker.core.records import Record
 from txbroker.door.protocols import AppendUnknown, Fenced, PromotionTxnLost
 
@@ -166,6 +169,67 @@ async def test_read_waits_for_no_other_read(world: KafkaHarness, make_relay: Mak
     assert not scan.done()
     await held.deliver()
     assert await scan == [b"a"]
+
+
+@pytest.mark.parametrize(
+    ("reads", "end"),
+    [
+        *itertools.product(
+            ["log", "target"], ["complete", "abandoned", "cancelled", "never connected"]
+        ),
+        ("log ahead", "abandoned"),
+    ],
+)
+async def test_ended_read_leaves_no_channel(
+    world: KafkaHarness, make_relay: MakeRelay, reads: str, end: str
+) -> None:
+    relay = make_relay()
+    connecting, connects = asyncio.Event(), asyncio.Event()
+    connects.set()
+
+    async def opener(*address: Any, **settings: Any) -> Any:
+        connecting.set()
+        await connects.wait()
+        return await relay.open(*address, **settings)
+
+    door = await world.door("one", opener)
+    log = door.partition(0).half
+    await log.append([Record(b"a", b"")])
+
+    def read(end: int = 1) -> AsyncGenerator[Sequence[Record]]:
+        target = reads == "target"
+        found = door.targets.records(log._at[0], 0, start=0) if target else log.read(0, end)
+        return cast(AsyncGenerator[Sequence[Record]], found)
+
+    async def complete() -> list[bytes | None]:
+        return [record.key async for records in read() for record in records]
+
+    def channels() -> set[tuple[int, str]]:
+        return door._client._connections.keys() | door._client._attempts.keys()
+
+    assert await complete() == [b"a"]
+    others = {key for key in channels() if "/read" not in key[1] and "records/" not in key[1]}
+    if end == "abandoned":
+        relay.decide = fates(FETCH, Fate.PASS, Fate.HOLD_AND_RESET)
+        async with aclosing(read(end=2)) as pieces:
+            await anext(pieces)
+            if reads == "log ahead":
+                connecting.clear()
+                connects.clear()
+                await connecting.wait()
+            assert channels() > others
+    elif end != "complete":
+        relay.decide = fates(FETCH, Fate.HOLD)
+        connecting.clear()
+        if end == "never connected":
+            connects.clear()
+        cancelled = asyncio.create_task(complete())
+        await (relay.caught() if end == "cancelled" else connecting.wait())
+        assert channels() > others
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+    await until(lambda: channels() == others, 5.0)
 
 
 async def test_cancelled_write_breaks_the_writer(relayed: Relayed) -> None:

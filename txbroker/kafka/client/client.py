@@ -95,8 +95,8 @@ class Client:
         self.controller = -1
         """The controller in the last metadata, which creates topics."""
         self._connections: dict[tuple[int, str], Connection] = {}
-        self._locks: dict[tuple[int, str], asyncio.Lock] = {}
-        self._failed: dict[tuple[int, str], tuple[float, str]] = {}
+        self._attempts: dict[tuple[int, str], asyncio.Future[str]] = {}
+        """Attempts to connect that are in progress; the result is why one failed, or empty."""
         self._unresponsive: set[int] = set()
         """Brokers that were unreachable, or did not answer, on the last request."""
         self._leaders: dict[tuple[str, int], int] = {}
@@ -213,27 +213,32 @@ class Client:
 
     async def _connection(self, node: int, channel: str, timeout_s: float | None) -> Connection:
         key = (node, channel)
-        connection = self._connections.get(key)
-        if connection is not None and connection.connected():
-            return connection
-        asked_at = asyncio.get_running_loop().time()
-        async with self._locks.setdefault(key, asyncio.Lock()):
+        while True:
             connection = self._connections.get(key)
             if connection is not None and connection.connected():
                 return connection
-            failed_at, why = self._failed.get(key, (-1.0, ""))
-            if failed_at >= asked_at:
-                # Callers that waited for a failed attempt fail with it. If each tried again, the
-                # last one would wait for minutes, and so would heartbeats.
+            attempt = self._attempts.get(key)
+            if attempt is None:
+                break
+            # Callers that waited for a failed attempt fail with it. If each tried again, the last
+            # one would wait for minutes, and so would heartbeats. A cancelled attempt has not
+            # failed: the first of its waiters makes the next one.
+            why = await asyncio.shield(attempt)
+            if why:
                 raise NotSent(why)
-            try:
-                connection = await self._connect_to(node, timeout_s)
-            except KafkaUnavailable as error:
-                self._failed[key] = (asyncio.get_running_loop().time(), str(error))
-                self._unresponsive.add(node)
-                raise
-            self._connections[key] = connection
-            return connection
+        why = ""
+        attempt = self._attempts[key] = asyncio.get_running_loop().create_future()
+        try:
+            connection = self._connections[key] = await self._connect_to(node, timeout_s)
+        except KafkaUnavailable as error:
+            why = str(error)
+            self._unresponsive.add(node)
+            raise
+        finally:
+            # Here and not in `close_channels`: some channels are used once.
+            del self._attempts[key]
+            attempt.set_result(why)
+        return connection
 
     async def _connect_to(self, node: int, timeout_s: float | None) -> Connection:
         address = self.brokers.get(node)
@@ -280,12 +285,6 @@ class Client:
         for (node, channel), connection in list(self._connections.items()):
             if channel.startswith(prefix):
                 self._drop(node, channel, connection)
-        self._failed = {k: v for k, v in self._failed.items() if not k[1].startswith(prefix)}
-        self._locks = {
-            key: lock
-            for key, lock in self._locks.items()
-            if lock.locked() or not key[1].startswith(prefix)
-        }
 
     async def close(self) -> None:
         """Close all connections; requests in flight fail with `Unanswered`."""

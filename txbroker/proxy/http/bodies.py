@@ -35,6 +35,11 @@ _PLAIN = r"^[^\x00-\x1f\x7f-\x9f]*$(?!\n)"
 
 _NULL: dict[str, Any] = {"type": "null"}
 _BASE64_PATTERN = r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+PATTERNS = {
+    _PLAIN: "without control characters",
+    _BASE64_PATTERN: "in base64 (standard alphabet, with padding)",
+}
+"""What errors say about a text that does not match."""
 _BASE64: dict[str, Any] = {
     "type": ["string", "null"],
     "contentEncoding": "base64",

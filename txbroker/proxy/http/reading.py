@@ -22,6 +22,7 @@ from txbroker.errors import (
     UnsupportedMediaType,
 )
 from txbroker.proxy.cluster.forwarding import CALLER
+from txbroker.proxy.http.bodies import PATTERNS
 from txbroker.proxy.http.limits import RequestLimits
 
 T = TypeVar("T", bound=Struct)
@@ -31,7 +32,6 @@ SHOWN_MAX = 60
 """Characters of a caller's text that an error repeats."""
 _ERROR = re.compile(r"^(?P<problem>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
-_PATTERN = re.compile(r"matching regex .*", re.DOTALL)
 
 
 class DirectRequest(Struct, frozen=True):
@@ -194,7 +194,8 @@ def _bad_request(error: msgspec.ValidationError, kind: type[Struct]) -> RequestE
     unknown = _UNKNOWN.match(problem)
     if unknown:
         return _unknown_field(unknown["name"], kind)
-    problem = _PATTERN.sub("without control characters", problem)
+    for pattern, words in PATTERNS.items():
+        problem = problem.replace(f"matching regex {pattern!r}", words)
     problem = problem[0].lower() + problem[1:]
     return BadRequest(f"{path}: {problem}" if path else problem, path=path or None)
 
