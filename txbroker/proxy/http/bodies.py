@@ -387,8 +387,8 @@ class SearchBody(PageBody, frozen=True):
     """One page of a search, often without a match; `next_cursor` is null on the last page.
 
     `done`: the part of the topics that is read, from 0 to 1. `records`: read for this page.
-    `unread`: more transactions that may match and could not be read. A transaction may be on several
-    pages.
+    `unread`: more transactions that may match and could not be read. A transaction may be on
+    several pages.
     """
 
     done: float
