@@ -70,11 +70,25 @@ async def test_released_key_is_done_in_order_while_messages_arrive(world: World)
     assert world.committed()[1].aside == 0
 
 
-async def test_released_key_that_fails_again_stays_set_aside(world: World) -> None:
+@pytest.mark.parametrize("together", [True, False])
+async def test_released_key_that_fails_again_stays_set_aside(
+    world: World, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
     handler = Handler(bad=BUG, ugly=BUG)
     world.produce("a=bad", "a=1", "a=ugly", "a=2")
+    late: list[Record] = []
+    inner = asides.TopicAsides.deliver
+
+    def deliver(self: asides.TopicAsides, place: Any, records: list[Record]) -> None:
+        late.extend(records)
+        # That the copy failed again, and the next release, arrive apart or together.
+        if len(world.records("aside")) != 4 + 2 or not together:
+            inner(self, place, list(late))
+            late.clear()
+
     async with world.running(handler, **ASIDE) as consumer:
         await until(lambda: len(world.copies("aside")) == 4)
+        monkeypatch.setattr(asides.TopicAsides, "deliver", deliver)
         world.release(b"a")
         await until(lambda: handler.seen.count("bad") == 4)
         handler.failing["bad"] = None

@@ -57,7 +57,7 @@ def staged(key: bytes | None, offset: int) -> Record:
         ([copy(b"a", 5), clear(b"a", 5, 1), copy(b"a", 9)], {b"a": (102, 1)}),
         (
             [copy(b"a", 5), release(b"a"), failed_again_record(source(5), b"a")],
-            {b"a": (100, 1, -1, False)},
+            {b"a": (100, 1, -1, False, set(), 1)},
         ),
         ([copy(b"a", 5), staged(b"a", 5), staged(b"b", 5)], {b"a": (100, 1, -1, False, {5})}),
         (

@@ -237,12 +237,12 @@ class ReleasedKeys:
                     if released.gave_up:
                         await self._copies.keep(work, key, copies[0])
                         log.warning("released key failed again", partition=work.place)
-                        return
                 except KafkaUnavailable as error:
                     failures += 1
                     log.warning("released key not read", error=safe_repr(error), attempt=failures)
                     await asyncio.sleep(grown_pause_s(failures, _PAUSE_S, _PAUSE_MAX_S))
-            log.info("released key is done", partition=work.place)
+            if entry is None:
+                log.info("released key is done", partition=work.place)
         finally:
             self._tasks.pop((work, key), None)
             self._engine.suspensions.release(work, key)
@@ -413,8 +413,13 @@ class TopicAsides:
     async def keep(self, work: Work, key: bytes | int, copy: Record) -> None:
         """See `KeptCopies.keep`."""
         assert work.aside is not None
+        entry = work.aside.keys.get(key)
+        failures = 0 if entry is None else entry.failures
         self._store(work, failed_again_record(_source(copy), copy.key))
-        while key in work.aside.keys and work.aside.keys[key].released:
+        # Not until it is released no more: the next release may arrive together with this record.
+        while entry is not None and work.aside.keys.get(key) is entry:
+            if entry.failures != failures:
+                return
             await self._noted.wait()
 
     async def changed(self) -> None:

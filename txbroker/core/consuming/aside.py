@@ -34,6 +34,7 @@ class AsideKey(Struct):
         cleared: offset in the partition up to which, inclusively, copies are done.
         released: whether an operator has released it.
         staged: offsets in the partition of copies that are not done, but their first stage.
+        failures: how often a release ended because a copy failed again.
     """
 
     first: int
@@ -41,6 +42,7 @@ class AsideKey(Struct):
     cleared: int = -1
     released: bool = False
     staged: set[int] = field(default_factory=set)
+    failures: int = 0
 
 
 class AsideKeys:
@@ -92,6 +94,7 @@ class AsideKeys:
     def _clear(self, key: bytes | int, entry: AsideKey, offset: int, count: int) -> None:
         if not count:
             entry.released = False
+            entry.failures += 1
         elif offset > entry.cleared:  # a record without an answer may have been repeated
             entry.cleared = offset
             entry.count -= count
