@@ -37,8 +37,9 @@ TIMEOUT_S = 60.0
 _IDLE_S = 20.0
 """A connection idle for longer, as while the user reads a question, is not reused: the proxy or a
 load balancer may have closed it."""
-PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 4.0)
-"""Pauses between retries; their sum outlasts the take-over of a half partition."""
+PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0)
+"""Pauses between retries: their sum, 20 s, outlasts the take-over of a half partition, of which the
+silence of a killed owner takes 10 s, and the replay a few."""
 RETRYABLE = frozenset(code for code, kind in request_errors().items() if kind.retryable)
 """Codes of errors after which the same call can succeed."""
 _PAGE = 1000

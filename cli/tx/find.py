@@ -86,13 +86,15 @@ def find_command(
         for name, value in terms.items()
         if value is not None
     }
-    if what is not None:
-        if len(what) == _ID_CHARS and "@" not in what and not query:
+    if what is not None and "@" in what:
+        query["record"] = what
+    elif what is not None:
+        if len(what) > _ID_CHARS:
+            raise click.UsageError(f"an id has {_ID_CHARS} characters, {what[:40]!r}… has more")
+        if len(what) == _ID_CHARS and not query:
             show_rows([client.get("transactions", what)], COLUMNS, output, "")
             return
-        query["record" if "@" in what else "id"] = what
-        if "@" not in what and len(what) > _ID_CHARS:
-            raise click.UsageError(f"an id has {_ID_CHARS} characters, {what[:40]!r}… has more")
+        query["id"] = what
     if not query:
         raise click.UsageError("name what to find: an id, a record, or options such as --key")
     rows: dict[str, Row] = {}

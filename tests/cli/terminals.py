@@ -36,7 +36,7 @@ class Terminal:
 
     @property
     def screen(self) -> list[str]:
-        """The lines that stand on it, with colours: without what was erased."""
+        """The visible lines, with their colours."""
         lines, row = [""], 0
         for part in re.split(r"(\x1b\[[0-9;?]*[A-Zhl]|\r?\n|\r)", self.text):
             if part.endswith("\n"):

@@ -42,6 +42,16 @@ def ids(found: tuple[list[Json], int]) -> set[str]:
 # --- everything is shown ---------------------------------------------------------------------
 
 
+async def lose(service: Service, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave so much of settled transactions in memory."""
+    if memory == "summary":
+        forget(service)
+    elif memory == "restarted":
+        await service.restart()
+    elif memory == "none":
+        forget_all(service, monkeypatch)
+
+
 @pytest.mark.parametrize("memory", ["whole", "summary", "restarted", "none"])
 async def test_settled_transaction_is_shown_whole(
     service: Service, memory: str, monkeypatch: pytest.MonkeyPatch
@@ -56,12 +66,7 @@ async def test_settled_transaction_is_shown_whole(
         if asked == 1:
             await service.act(id, "revive", by="bob", reason="fixed")
     await service.commit(id, by="ann", reason="paid")
-    if memory == "summary":
-        forget(service)
-    elif memory == "restarted":
-        await service.restart()
-    elif memory == "none":
-        forget_all(service, monkeypatch)
+    await lose(service, memory, monkeypatch)
     shown = await service.show(id, trace=True)
     assert shown.get("read_back", False) is (memory != "whole")
     assert (shown["state"], shown["source"], shown["reason"]) == ("promoted", "operator", "paid")
@@ -126,10 +131,7 @@ async def test_each_term_finds_its_transactions(
 ) -> None:
     monkeypatch.setattr(scan, "BLOCK", 3)
     monkeypatch.setattr(scan, "MATCHES_MAX", 2)
-    if memory == "summary":
-        forget(service)
-    elif memory == "restarted":
-        await service.restart()
+    await lose(service, memory, monkeypatch)
     topic, group = shop["topic"], shop["group"]
     states = ("pending", "promoted", "rolled_back")
     every = {shop[state] for state in states}
@@ -185,12 +187,7 @@ async def test_final_message_is_found_by_its_key(
     id = await service.prepare(*drafts, order_key=key)
     final = [Message(topic, key.encode(), b"v", (("kind", b"final"),)), drafts[1]]
     await service.commit(id, messages=[message_to_json(message) for message in final])
-    if memory == "summary":
-        forget(service)
-    elif memory == "restarted":
-        await service.restart()
-    elif memory == "none":
-        forget_all(service, monkeypatch)
+    await lose(service, memory, monkeypatch)
     at_ms = (await service.show(id))["prepared_at_ms"]
     exact: tuple[Json, ...] = (
         {"key": key},

@@ -414,12 +414,12 @@ class TopicAsides:
         """See `KeptCopies.keep`."""
         assert work.aside is not None
         entry = work.aside.keys.get(key)
-        failures = 0 if entry is None else entry.failures
+        if entry is None:
+            return
+        failures = entry.failures
         self._store(work, failed_again_record(_source(copy), copy.key))
-        # Not until it is released no more: the next release may arrive together with this record.
-        while entry is not None and work.aside.keys.get(key) is entry:
-            if entry.failures != failures:
-                return
+        # `released` does not tell: the next release may arrive together with this record.
+        while work.aside.keys.get(key) is entry and entry.failures == failures:
             await self._noted.wait()
 
     async def changed(self) -> None:
