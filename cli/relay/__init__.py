@@ -1,0 +1,1 @@
+"""`txbroker outbox` and `txbroker capture`."""

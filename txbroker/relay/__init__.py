@@ -1,0 +1,1 @@
+"""Relays: what a database transaction wrote becomes visible in Kafka, exactly once."""

@@ -1,0 +1,1 @@
+"""Change capture: rows that committed transactions changed become messages."""
