@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := cli,proxy,embedded
-EVERYTHING := $(RUNTIME),fast,spark,postgres,mariadb,tracing,dev
+EVERYTHING := $(RUNTIME),fast,relay,spark,postgres,mariadb,tracing,dev
 # Installs the extras $(1): a line a package and a large download, a dot for every two seconds without.
 define install
 	@echo "installing txbroker[$(1)] into $(VENV)"
