@@ -121,7 +121,9 @@ class WaitingRows:
 
     def mark(self, positions: Iterable[int]) -> Steps[int]:
         """Note that rows are visible; return how many were not marked before."""
-        return (yield from self._set("state = 'GLOBAL_COMMIT'", "state = 'LOCAL_COMMIT'", positions))
+        return (
+            yield from self._set("state = 'GLOBAL_COMMIT'", "state = 'LOCAL_COMMIT'", positions)
+        )
 
     def ids_waiting(self, positions: Iterable[int]) -> Steps[list[tuple[int, str]]]:
         """Return position and id of those rows that are not marked."""
@@ -148,7 +150,9 @@ class WaitingRows:
         """Send rows not before a time, milliseconds since 1970."""
         return (yield from self._set(f"next_at = {until_ms}", _READY, positions))
 
-    def refuse(self, refused: Sequence[Refused], retries_max: int, pauses_ms: Sequence[int]) -> Steps[int]:
+    def refuse(
+        self, refused: Sequence[Refused], retries_max: int, pauses_ms: Sequence[int]
+    ) -> Steps[int]:
         """Note refusals: each row is sent again after a pause, or given up after `retries_max`.
 
         Args:
