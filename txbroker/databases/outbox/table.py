@@ -114,11 +114,6 @@ def outbox_tables(name: str = "") -> TableSet:
     )
 
 
-def next_position(dialect: Dialect) -> str:
-    """Return SQL of a new position, for an UPDATE of one row."""
-    return dialect.next_identity.format(sequence=SEQUENCE, column="position", table=OUTBOX)
-
-
 # --- creation --------------------------------------------------------------------------------
 
 
