@@ -251,5 +251,3 @@ class UrlFinder:
     async def close(self) -> None:
         """Close all connections."""
         await self._checks.close()
-
-

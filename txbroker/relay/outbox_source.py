@@ -14,13 +14,13 @@ from itertools import groupby
 import msgspec
 from msgspec import Struct
 
+from txbroker.contract.json import headers_from_json
 from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER
 from txbroker.core.records import Header, Message
 from txbroker.databases.outbox.leases import Named
-from txbroker.databases.outbox.rows import decode_headers
 from txbroker.databases.outbox.waiting import FullRow, Refused, WaitingRow, WaitingRows
 from txbroker.databases.steps import Steps
-from txbroker.errors import ConfigurationError
+from txbroker.errors import BadRequest, ConfigurationError
 from txbroker.relay.sessions import DatabaseThread
 from txbroker.relay.sink import MessagesRefused
 from txbroker.relay.source import Delivery, Refusal
@@ -201,7 +201,7 @@ class OutboxSource:
             own: tuple[Header, ...] = (self._installation, (ID_HEADER, row.id.encode()))
             try:
                 message = message_of(row, own)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, BadRequest) as error:
                 message = Message(row.topic, headers=own)
                 refusals.append(Refusal(message, f"the row holds no message: {error}"))
             messages.append(message)
@@ -240,11 +240,11 @@ def message_of(row: FullRow, first: tuple[Header, ...] = ()) -> Message:
         first: headers before its own.
 
     Raises:
-        ValueError, TypeError: another program has written what no message can be.
+        ValueError, TypeError, BadRequest: another program has written what no message can be.
     """
     at_ms = row.created_at if row.timestamp_ms is None else row.timestamp_ms
     key, value = _bytes(row.message_key), _bytes(row.message_value)
-    headers = decode_headers(row.headers)
+    headers = _headers(row.headers)
     return Message(row.topic, key, value, (*first, *headers), row.partition_id, at_ms)
 
 
@@ -307,6 +307,10 @@ def _bytes(value: object) -> bytes | None:
     if value is None or isinstance(value, bytes):
         return value
     return value.encode() if isinstance(value, str) else bytes(value)  # type: ignore[call-overload]
+
+
+def _headers(text: str) -> tuple[Header, ...]:
+    return () if text == "[]" else headers_from_json(msgspec.json.decode(text))
 
 
 def _id_of(message: Message) -> str:

@@ -13,8 +13,8 @@ import structlog
 from txbroker.config.settings import load_kafka_access
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.outbox.leases import Leases, Named, rows_of_shard
-from txbroker.databases.outbox.rows import purge
 from txbroker.databases.outbox.table import outbox_tables
+from txbroker.databases.outbox.undecided import UndecidedRows
 from txbroker.databases.outbox.waiting import WaitingRows
 from txbroker.door.consuming import ConsumingDoor, TopicSpec
 from txbroker.error_text import safe_repr
@@ -28,6 +28,7 @@ from txbroker.relay.wakeups import wakeups
 
 if TYPE_CHECKING:
     from txbroker.consumer.consumer import HasConsumingDoor
+    from txbroker.relay.checks import OutboxChecks
     from txbroker.relay.outbox import Outbox
     from txbroker.relay.relay import RelaySettings
 
@@ -83,6 +84,7 @@ class RunningRelay:
         await self._shards.round()
         self._background(self._shards.run())
         self._background(self._upkeep())
+        await self._start_checks()
 
     async def _open_thread(self) -> DatabaseThread:
         thread = DatabaseThread(self._database, outbox_tables())
@@ -122,6 +124,35 @@ class RunningRelay:
     async def run(self) -> None:
         """See `Relay.run`."""
         await asyncio.shield(self._failed)
+
+    async def _start_checks(self) -> None:
+        """Check undecided rows, if this relay can ask somebody."""
+        settings = self._settings
+        if settings.check is None and settings.check_url is None:
+            return
+        from txbroker.relay.checks import FunctionFinder, OutboxChecks, UrlFinder
+
+        finder = (
+            FunctionFinder(settings.check)
+            if settings.check_url is None
+            else UrlFinder(settings.check_url, settings.check_secret)
+        )
+        self._stack.push_async_callback(finder.close)
+        rows = UndecidedRows(
+            self._database.dialect, settings.check_after_s, settings.check_interval_s
+        )
+        checks = OutboxChecks(self._named.relay, rows, await self._open_thread(), finder)
+        self._stack.push_async_callback(checks.close)
+        self._background(self._check(checks, min(1.0, settings.check_interval_s)))
+
+    async def _check(self, checks: OutboxChecks, pause_s: float) -> None:
+        while True:
+            try:
+                if 0 in self._shards.owned:
+                    await checks.offer()
+            except DatabaseUnavailable as error:
+                log.warning("undecided rows not read", error=safe_repr(error))
+            await asyncio.sleep(pause_s)
 
     # --- shards ----------------------------------------------------------------------------------
 
@@ -197,9 +228,7 @@ class RunningRelay:
             try:
                 self._figures.rows = await self._thread.read(rows.counts)
                 if 0 in self._shards.owned:
-                    await self._thread.read(
-                        lambda: purge(self._database.dialect, self._settings.keep_s)
-                    )
+                    await self._thread.read(lambda: rows.purge(self._settings.keep_s))
             except DatabaseUnavailable as error:
                 log.warning("outbox not looked after", error=safe_repr(error))
             await asyncio.sleep(_UPKEEP_S)

@@ -128,7 +128,9 @@ class UndecidedRows:
         yield from self._note(prepared, change, cause)
 
     def _give_up(self, prepared: Prepared, cause: str) -> Steps[None]:
-        change = f"state = 'MESSAGE_ERROR', next_at = 0, cause = ?, changed_at = {self._dialect.now_ms}"
+        change = (
+            f"state = 'MESSAGE_ERROR', next_at = 0, cause = ?, changed_at = {self._dialect.now_ms}"
+        )
         why = f"undecided after {CHECKS_MAX} checks: {cause}"
         yield from self._note(prepared, change, why)
 

@@ -221,6 +221,28 @@ class WaitingRows:
             count += (yield Query(sql, (json.dumps(piece),))).count
         return count
 
+    def purge(self, keep_s: float) -> Steps[int]:
+        """Delete rows that were finished before, in pieces, each statement committed; return their
+        number."""
+        count = 0
+        while True:
+            found = yield Query(
+                f"SELECT position FROM {OUTBOX} WHERE state IN ('GLOBAL_COMMIT', 'LOCAL_ROLLBACK') "
+                f"AND changed_at <= {self._dialect.now_ms} - ? ORDER BY position LIMIT {_UNITS}",
+                (round(keep_s * 1000),),
+            )
+            positions = [row[0] for row in found.rows]
+            if positions:
+                marks = ", ".join("?" * len(positions))
+                deleted = yield Query(
+                    f"DELETE FROM {OUTBOX} WHERE position IN ({marks}) "
+                    "AND state IN ('GLOBAL_COMMIT', 'LOCAL_ROLLBACK')",
+                    positions,
+                )
+                count += deleted.count
+            if len(positions) < _UNITS:
+                return count
+
     # --- counts ----------------------------------------------------------------------------------
 
     def counts(self) -> Steps[dict[str, tuple[int, float]]]:
