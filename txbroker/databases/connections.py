@@ -143,7 +143,7 @@ def _plain(connection: Any, database: Database) -> tuple[Any, Execute]:
     """Return the driver's connection, and the function that executes statements in its open
     transaction."""
     driver = driver_of(connection)
-    if driver == "asyncpg" or _awaits(type(connection)):
+    if driver == "asyncpg" or _awaits(connection):
         raise ConfigurationError(
             f"{_name(connection)} is asynchronous: await the method whose name ends with _async"
         )
@@ -156,9 +156,15 @@ def _plain(connection: Any, database: Database) -> tuple[Any, Execute]:
     return _driver(inner, database)
 
 
+def _awaits(connection: Any) -> bool:
+    """Return whether a connection's statements are awaited."""
+    kind: Any = type(connection)  # mypy takes no class for hashable
+    return _awaited(kind)
+
+
 @lru_cache(maxsize=64)
-def _awaits(kind: Any) -> bool:
-    """Return whether the statements of a class of connections are awaited."""
+def _awaited(kind: Any) -> bool:
+    """Return `_awaits` of a connection's class."""
     return iscoroutinefunction(getattr(kind, "execute", None))
 
 
@@ -268,7 +274,7 @@ def execute_sqlalchemy(connection: Any, query: Query) -> Result:
 async def _asynchronous(connection: Any, database: Database) -> tuple[Any, ExecuteAsync]:
     """`_plain` for asyncio."""
     driver = driver_of(connection)
-    coroutines = _awaits(type(connection))
+    coroutines = _awaits(connection)
     if driver == "sqlalchemy" and coroutines:
         return await _sqlalchemy_async(connection, database)
     if driver == "asyncpg":

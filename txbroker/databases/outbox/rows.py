@@ -111,11 +111,7 @@ def _check(message: Message, number: int) -> None:
     """Raise BadRequest if a message cannot be delivered."""
     if not isinstance(message, Message):
         raise BadRequest(f"messages[{number}] is a Message of txbroker.relay, not {message!r:.100}")
-    if not _topics(message.topic) or message.topic in (".", ".."):
-        raise BadRequest(
-            f"messages[{number}]: a topic has 1 to 249 letters, digits, '.', '_' and '-', not "
-            f"{message.topic!r:.300}: correct its name"
-        )
+    check_topic(message.topic)
     size = len(message.key or b"") + len(message.value or b"")
     if message.headers:
         size += sum(len(name) + len(value or b"") for name, value in message.headers)
@@ -138,6 +134,15 @@ def _check(message: Message, number: int) -> None:
                 f"messages[{number}]: the header name {header!r} cannot be written as UTF-8: "
                 "correct it"
             )
+
+
+def check_topic(topic: object) -> None:
+    """Raise BadRequest if Kafka has no topic of a name."""
+    if not isinstance(topic, str) or not _topics(topic) or topic in (".", ".."):
+        raise BadRequest(
+            "a topic has 1 to 249 letters, digits, '.', '_' and '-', not "
+            f"{topic!r:.300}: correct its name"
+        )
 
 
 def _check_order_key(order_key: object) -> None:
@@ -226,7 +231,7 @@ def _pieces(rows: Sequence[NewRow]) -> Iterator[Sequence[NewRow]]:
 
 # --- decided ---------------------------------------------------------------------------------
 
-_UNDECIDED = f"(state = '{UNKNOWN}' OR state = '{MESSAGE_ERROR}' AND check_attempts > 0)"
+UNDECIDED = f"(state = '{UNKNOWN}' OR state = '{MESSAGE_ERROR}' AND check_attempts > 0)"
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -430,7 +435,7 @@ def siblings(dialect: Dialect, id: str) -> Steps[Prepared]:
     Raises:
         BadRequest: there is no such row, or it is decided.
     """
-    found = yield Query(f"SELECT unit, {_UNDECIDED} FROM {OUTBOX} WHERE id = ?", (id,))
+    found = yield Query(f"SELECT unit, {UNDECIDED} FROM {OUTBOX} WHERE id = ?", (id,))
     if not found.rows or not found.rows[0][1]:
         raise BadRequest(
             f"row {id} is not undecided: `txbroker outbox list --state {UNKNOWN}` lists those rows"
@@ -439,6 +444,6 @@ def siblings(dialect: Dialect, id: str) -> Steps[Prepared]:
     if not unit:
         return Prepared((id,))
     result = yield Query(
-        f"SELECT id FROM {OUTBOX} WHERE unit = ? AND {_UNDECIDED} ORDER BY position", (unit,)
+        f"SELECT id FROM {OUTBOX} WHERE unit = ? AND {UNDECIDED} ORDER BY position", (unit,)
     )
     return Prepared(tuple(row[0] for row in result.rows))
