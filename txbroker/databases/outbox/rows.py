@@ -136,6 +136,12 @@ def _check(message: Message, number: int) -> None:
             )
 
 
+def new_unit() -> str:
+    """Return a unit for decided rows: not that of the prepared ones, by which they are committed
+    already."""
+    return os.urandom(16).hex()
+
+
 def check_topic(topic: object) -> None:
     """Raise BadRequest if Kafka has no topic of a name."""
     if not isinstance(topic, str) or not _topics(topic) or topic in (".", ".."):
