@@ -193,7 +193,7 @@ async def test_a_second_outbox_with_the_name_is_refused_and_fences_nobody(
     shop.add([1])
     async with shop.relay() as relay:
         await relay.drain(timeout_s=20)
-        with pytest.raises(ConfigurationError, match="two relays have one name. Give one"):
+        with pytest.raises(ConfigurationError, match=r"two relays have one name\. Give one"):
             await Relay(double, shop.bootstrap, topic_prefix=shop.prefix).start()
         shop.add([2])
         await relay.drain(timeout_s=20)
