@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.databases.places import LEVELS, Place, sqlite_place
-from tests.relay.shops import Shop
+from tests.relay.shops import emptied
+from tests.relay.world import Shop
 from txbroker.embedded import EmbeddedKafka
+from txbroker.relay.outbox import Outbox
 
 
 def _place(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> Place:
@@ -28,3 +31,10 @@ def shop(request: pytest.FixtureRequest, tmp_path: Path, kafka: EmbeddedKafka) -
 def sqlite_shop(request: pytest.FixtureRequest, tmp_path: Path, kafka: EmbeddedKafka) -> Shop:
     """A shop on SQLite."""
     return Shop(_place(request, tmp_path, "sqlite"), kafka.bootstrap)
+
+
+@pytest.fixture
+def outbox(kind: Place) -> Iterator[Outbox]:
+    """The outbox of each kind of database, without rows."""
+    with emptied(kind) as outbox:
+        yield outbox

@@ -1,81 +1,73 @@
-"""A shop with an outbox in a database of its own, and topics of a real Kafka."""
+"""Databases with an outbox, as a test's own SQL sees them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
-from tests.databases.places import Place
-from tests.faults.judge import Rec
-from tests.kit.topic_reader import create_topic, read_topics
-from tests.kit.until import unique
-from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER
-from txbroker.relay import Message, Outbox, Relay
+from tests.databases.places import Place, run
+from txbroker.core.records import Message
+from txbroker.relay.outbox import Outbox
 
-
-@dataclass
-class Shop:
-    """One test's outbox and topic."""
-
-    place: Place
-    bootstrap: str
-    topic: str = ""
-    prefix: str = field(default_factory=lambda: unique("shop"))
-    outbox: Outbox = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.outbox = Outbox(self.place.database)
-        self.outbox.create()
-        self.topic = create_topic(self.bootstrap, f"{self.prefix}.orders", 3)
-
-    def relay(self, **options: Any) -> Relay:
-        """Return a relay with positions of this shop's own."""
-        return Relay(self.outbox, self.bootstrap, topic_prefix=self.prefix, **options)
-
-    def messages(self, numbers: Sequence[int], key: str = "") -> list[Message]:
-        """Return messages with these numbers as values; each has a key, by default its number."""
-        return [Message(self.topic, key or f"k{n}", str(n)) for n in numbers]
-
-    def add(self, numbers: Sequence[int], *, commit: bool = True, **options: Any) -> None:
-        """Add messages in one transaction, and commit it or roll it back."""
-        with closing(self.place.connect()) as connection:
-            with_transaction(connection)
-            self.outbox.add(connection, *self.messages(numbers), **options)
-            connection.commit() if commit else connection.rollback()
-
-    def visible(self) -> list[Rec]:
-        """Return the records that a reader of committed transactions sees."""
-        return read_topics(self.bootstrap, [self.topic])
-
-    def numbers(self) -> list[int]:
-        """Return the values of visible records, sorted."""
-        return sorted(int(record.value or b"-1") for record in self.visible())
-
-    def states(self) -> dict[str, int]:
-        """Return the number of rows by state."""
-        rows = self.place.select("SELECT state, COUNT(*) FROM txbroker_outbox GROUP BY state")
-        return {str(state): int(count) for state, count in rows}
-
-    def execute(self, sql: str) -> None:
-        """Execute a statement of another program."""
-        self.place.execute(sql)
+COLUMNS = (
+    "position, id, unit, state, topic, message_key, message_value, headers, partition_id, "
+    "timestamp_ms, order_key, shard, timeout_at, created_at, cause"
+)
 
 
-def with_transaction(connection: Any) -> None:
-    """Begin a transaction where the driver begins none before the first change."""
-    if type(connection).__module__.startswith("sqlite3"):
-        connection.execute("BEGIN IMMEDIATE")
+class Row(NamedTuple):
+    """A row of the outbox."""
+
+    position: int
+    id: str
+    unit: str
+    state: str
+    topic: str
+    key: Any
+    value: Any
+    headers: str
+    partition: int | None
+    timestamp_ms: int | None
+    order_key: str | None
+    shard: int
+    timeout_at: int | None
+    created_at: int
+    cause: str
 
 
-def ids(records: Sequence[Rec]) -> list[tuple[str, str]]:
-    """Return installation and id of records."""
-    found = []
-    for record in records:
-        headers = dict(record.headers)
-        installation, id = headers[INSTALLATION_HEADER], headers[ID_HEADER]
-        assert installation is not None
-        assert id is not None
-        found.append((installation.decode(), id.decode()))
-    return found
+def rows(place: Place) -> list[Row]:
+    """Return all rows that are committed, by position."""
+    found = place.select(f"SELECT {COLUMNS} FROM txbroker_outbox ORDER BY position")
+    return [Row(*row) for row in found]
+
+
+def states(place: Place) -> list[tuple[str, Any]]:
+    """Return state and key of each row."""
+    return [(row.state, row.key) for row in rows(place)]
+
+
+def orders(place: Place) -> list[str]:
+    """Return the business rows."""
+    return sorted(row[0] for row in place.select("SELECT id FROM orders"))
+
+
+def order(connection: Any, id: str) -> None:
+    """Insert a business row."""
+    run(connection, f"INSERT INTO orders VALUES ('{id}')")
+
+
+def message(key: str, topic: str = "payments") -> Message:
+    return Message(topic, key=key, value="10 EUR")
+
+
+@contextmanager
+def emptied(place: Place) -> Iterator[Outbox]:
+    """Lend the outbox of a place, without rows of earlier tests."""
+    outbox = Outbox(place.database)
+    outbox.create()
+    for table in ("txbroker_outbox", "orders"):
+        place.execute(f"DELETE FROM {table}")
+    yield outbox
+    # Their connections end with the outbox.
+    del outbox

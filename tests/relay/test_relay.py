@@ -10,7 +10,7 @@ import pytest
 
 from tests.kit.topic_reader import create_topic, read_topics
 from tests.kit.until import until
-from tests.relay.shops import Shop, ids, with_transaction
+from tests.relay.world import Shop, ids, with_transaction
 from txbroker.databases import from_url
 from txbroker.errors import ConfigurationError
 from txbroker.relay import Message, Outbox, Relay, StillWaiting
