@@ -24,6 +24,7 @@ from txbroker.databases.outbox.table import (
     LOCAL_ROLLBACK,
     MESSAGE_ERROR,
     OUTBOX,
+    SEQUENCE,
     SHARDS_MAX,
     UNKNOWN,
 )
@@ -378,7 +379,7 @@ def _commit(
     cause: str,
 ) -> Steps[None]:
     now_ms = dialect.now_ms
-    position = dialect.next_identity.format(sequence=f"{OUTBOX}_position", table=OUTBOX)
+    position = dialect.next_identity.format(sequence=SEQUENCE, table=OUTBOX)
     change = (
         f"state = '{LOCAL_COMMIT}', position = {position}, next_at = 0, check_attempts = 0, "
         f"cause = ?, changed_at = {now_ms}, unit = "

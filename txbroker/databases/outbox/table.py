@@ -24,7 +24,7 @@ from txbroker.errors import ConfigurationError
 
 VERSION = 1
 OUTBOX, RELAY = "txbroker_outbox", "txbroker_relay"
-SEQUENCE = f"{OUTBOX}_position"
+SEQUENCE = "txbroker_outbox_position"
 """The sequence of positions, where the column has none."""
 CHANNEL = OUTBOX
 """What PostgreSQL notifies."""
