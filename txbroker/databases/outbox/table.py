@@ -84,14 +84,17 @@ RELAY_COLUMNS: Mapping[str, str] = {
 _TABLES = {OUTBOX: COLUMNS, RELAY: RELAY_COLUMNS}
 
 _READY = f"state = '{LOCAL_COMMIT}' AND next_at = 0"
+MAYBE_UNDECIDED = f"state IN ('{UNKNOWN}', '{MESSAGE_ERROR}')"
 _INDEXES = {
     "ready": f"(position, shard) WHERE {_READY}",
-    "unit": f"(unit) WHERE state IN ('{LOCAL_COMMIT}', '{UNKNOWN}')",
+    "undecided": f"(unit) WHERE {MAYBE_UNDECIDED}",
     "later": f"(next_at) WHERE state = '{LOCAL_COMMIT}' AND next_at > 0",
     "checks": f"(next_at) WHERE state = '{UNKNOWN}'",
     "errors": f"(position) WHERE state = '{MESSAGE_ERROR}'",
 }
 """A query uses one of them only if it has the same conditions."""
+_UNIT_INDEX = {"unit": f"(unit) WHERE {_READY}"}
+"""Not on SQLite, where the rows of a transaction have adjacent positions."""
 _MARIADB_INDEXES = {"ready": "(state, next_at, position, shard)", "unit": "(unit)"}
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
@@ -132,6 +135,8 @@ def _statements(name: str, dialect: Dialect) -> Iterator[str]:
         columns = _declared(_TABLES[table]) + (f", {_SOUND}" if table == OUTBOX else "")
         yield table_sql(table, columns, dialect, **_defaults(dialect))
     indexes = _MARIADB_INDEXES if dialect is MARIADB else _INDEXES
+    if dialect is POSTGRESQL:
+        indexes = indexes | _UNIT_INDEX
     for index, columns in indexes.items():
         yield f"CREATE INDEX IF NOT EXISTS {OUTBOX}_{index} ON {OUTBOX} {columns}"
     if dialect is POSTGRESQL:
