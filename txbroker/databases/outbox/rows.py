@@ -340,7 +340,7 @@ def _lock(dialect: Dialect, prepared: Prepared) -> Steps[list[_Standing]]:
     found: dict[str, _Standing] = {}
     for ids in _divide(prepared.ids):
         result = yield Query(
-            f"SELECT {', '.join(_Standing._fields)} FROM {OUTBOX} WHERE id IN ({_marks(ids)})"
+            f"SELECT {', '.join(_Standing._fields)} FROM {OUTBOX} WHERE id IN ({_marks(ids)}) ORDER BY id"
             f"{dialect.lock}",
             ids,
         )
