@@ -22,6 +22,7 @@ from txbroker.databases.outbox.table import (
     GLOBAL_COMMIT,
     LOCAL_COMMIT,
     LOCAL_ROLLBACK,
+    MAYBE_UNDECIDED,
     MESSAGE_ERROR,
     OUTBOX,
     SEQUENCE,
@@ -474,6 +475,8 @@ def siblings(dialect: Dialect, id: str) -> Steps[Prepared]:
     if not unit:
         return Prepared((id,))
     result = yield Query(
-        f"SELECT id FROM {OUTBOX} WHERE unit = ? AND {UNDECIDED} ORDER BY position", (unit,)
+        f"SELECT id FROM {OUTBOX} WHERE unit = ? AND {MAYBE_UNDECIDED} AND {UNDECIDED} "
+        "ORDER BY position",
+        (unit,),
     )
     return Prepared(tuple(row[0] for row in result.rows))
