@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from typing import Any, NamedTuple
 
 from txbroker.databases.database import DatabaseUnavailable
@@ -48,6 +49,8 @@ class PgStream:
     Attributes:
         wal_end: everything before it was received; an LSN.
         flushed: what the server was last allowed to forget; an LSN.
+        read_s: when all that had arrived was read, by the monotonic clock, seconds.
+        asked: the server has asked how far this is: it shuts down only when it may forget all.
     """
 
     def __init__(self, database: Postgres, slot: str) -> None:
@@ -60,6 +63,8 @@ class PgStream:
         self._waiter: asyncio.Future[None] | None = None
         self.wal_end = 0
         self.flushed = 0
+        self.asked = False
+        self.read_s = time.monotonic()
         self._silent_since_s: float | None = None
 
     async def open(self) -> System:
@@ -138,6 +143,7 @@ class PgStream:
             except Exception as error:
                 raise self._explained(error) from error
             if size == 0:
+                self.read_s = time.monotonic()
                 return None
             if size < 0:
                 raise self._ended()
@@ -153,6 +159,7 @@ class PgStream:
         wal_end, _time_us, reply = _KEEPALIVE.unpack_from(frame, 1)
         self.wal_end = max(self.wal_end, wal_end)
         if reply:
+            self.asked = True
             self.report()
 
     async def readable(self, timeout_s: float) -> None:

@@ -53,6 +53,7 @@ _BUSY_FRAMES = 500  # then other tasks run
 _STRUCTURE = b"CR"
 """Messages that count in a transaction that is passed over: a table is described only once."""
 _ID_PARTS = 3  # two of the LSN, and a number; a change may become several records
+_UNREAD_S = 60.0
 _RELEASED_S = 2.0
 _POLL_S = 0.05
 _HELD = """
@@ -231,8 +232,9 @@ class PostgresSource:
     def _position_is_due(self, reader: _Reader) -> bool:
         if self._unplaced:
             return True
-        late = time.monotonic() - self._delivered_s >= BEAT_S
-        return late and reader.end > self._delivered
+        if reader.end <= self._delivered:
+            return False
+        return reader.stream.asked or time.monotonic() - self._delivered_s >= BEAT_S
 
     async def _pieces(self, delivery: _Delivery) -> AsyncIterator[Sequence[Message]]:
         """Yield what has been read, with the rest of its transaction, joined with the transactions
@@ -274,7 +276,9 @@ class PostgresSource:
         self._delivered = parse_lsn(_decode(delivery.position).lsn)
         self._delivered_s = time.monotonic()
         self._unplaced = False
-        self._running().stream.report(self._delivered)
+        stream = self._running().stream
+        stream.asked = False
+        stream.report(self._delivered)
 
     async def refused(self, delivery: Delivery, refusals: Sequence[Refusal]) -> None:
         """Raise: a transaction is delivered whole."""
@@ -309,11 +313,13 @@ class PostgresSource:
 
     async def _beats(self, stream: PgStream) -> None:
         """Ask the server for an answer, and check the set-up: a table that is removed from the
-        publication is not noticed otherwise."""
+        publication is not noticed otherwise. While Kafka does not answer the server is not asked,
+        and ends the connection, which would keep it from shutting down."""
         while True:
             await asyncio.sleep(BEAT_S)
             try:
-                stream.report(ask=True)
+                if time.monotonic() - stream.read_s < _UNREAD_S:
+                    stream.report(ask=True)
                 await self._checked()
             except DatabaseUnavailable:
                 continue  # if it lasts, the reader notices it
