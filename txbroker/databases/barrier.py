@@ -100,7 +100,7 @@ class Barrier:
         """
         transaction_id = _checked(transaction)
         with self.database.explained():
-            if not self.database.prepared:
+            if tables.CONSUMING.name not in self.database.prepared:
                 self.database.prepare()
             return self.database.apart(self._check(transaction_id), self._lock_wait_s)
 
@@ -108,7 +108,7 @@ class Barrier:
         """`check` for asyncio."""
         transaction_id = _checked(transaction)
         with self.database.explained():
-            if not self.database.prepared:
+            if tables.CONSUMING.name not in self.database.prepared:
                 await self.database.prepare_async()
             return await self.database.apart_async(self._check(transaction_id), self._lock_wait_s)
 
@@ -283,7 +283,7 @@ class SqliteBarrier(Barrier):
 
         with self.database.explained():
             self.database.file = self.database.apart(create(), self._lock_wait_s)
-        self.database.prepared = True
+        self.database.prepared.add(tables.CONSUMING.name)
 
 
 def _opener(connect: Callable[[], sqlite3.Connection]) -> Callable[[], sqlite3.Connection]:

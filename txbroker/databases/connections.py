@@ -20,6 +20,7 @@ from txbroker.databases.database import Database
 from txbroker.databases.dialect import SQLITE, Fault, dialect_named
 from txbroker.databases.sessions import driver_of, execute, in_transaction
 from txbroker.databases.steps import Query, Result, Steps, one, run, run_async, with_placeholders
+from txbroker.databases.tables import CONSUMING, TableSet
 from txbroker.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -36,8 +37,11 @@ _LOOK_S = 0.4
 _ASYNCPG_STYLE = "numeric_dollar"
 
 
-def run_on(database: Database, connection: Any, steps: Steps[T]) -> T:
+def run_on(database: Database, connection: Any, steps: Steps[T], tables: TableSet = CONSUMING) -> T:
     """Execute steps in the open transaction of a caller's connection, and return their result.
+
+    Args:
+        tables: that the steps use.
 
     Raises:
         ConfigurationError: nothing was written: no transaction is open, the connection is
@@ -45,8 +49,8 @@ def run_on(database: Database, connection: Any, steps: Steps[T]) -> T:
         DatabaseUnavailable: the tables cannot be checked.
         Exception: the driver's.
     """
-    if not database.prepared:
-        database.prepare()
+    if tables.name not in database.prepared:
+        database.prepare(tables)
     execute = _plain(connection, database)
 
     def step(query: Query) -> Result:
@@ -56,14 +60,16 @@ def run_on(database: Database, connection: Any, steps: Steps[T]) -> T:
         return run(steps, step)
     except Exception as error:
         if _lasting(database, error):
-            raise database.explain(error) from error
+            raise database.explain(error, tables) from error
         raise
 
 
-async def run_on_async(database: Database, connection: Any, steps: Steps[T]) -> T:
+async def run_on_async(
+    database: Database, connection: Any, steps: Steps[T], tables: TableSet = CONSUMING
+) -> T:
     """`run_on` for asyncio: for connections whose statements are awaited."""
-    if not database.prepared:
-        await database.prepare_async()
+    if tables.name not in database.prepared:
+        await database.prepare_async(tables)
     execute = await _asynchronous(connection, database)
 
     async def step(query: Query) -> Result:
@@ -73,7 +79,7 @@ async def run_on_async(database: Database, connection: Any, steps: Steps[T]) -> 
         return await run_async(steps, step)
     except Exception as error:
         if _lasting(database, error):
-            raise database.explain(error) from error
+            raise database.explain(error, tables) from error
         raise
 
 

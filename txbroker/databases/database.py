@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from txbroker.databases import tables
 from txbroker.databases.dialect import Dialect, Fault, original
 from txbroker.databases.sessions import AsyncSession, DriverSession, PlainSession
 from txbroker.databases.steps import Query, Steps, run, run_async
+from txbroker.databases.tables import CONSUMING, TableSet, create, prepare
 from txbroker.errors import ConfigurationError, TxbrokerError
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class Database:
         plain, asynchronous: which sessions it opens.
         hint: how to create the tables.
         writers_max: how many transactions may write at the same time without waiting.
-        prepared: whether its tables were checked.
+        prepared: the names of the sets of tables that were checked.
         file: of an SQLite database, once it is prepared.
     """
 
@@ -60,7 +60,7 @@ class Database:
         self.dialect = dialect
         self.name = name
         self.create_tables = create_tables
-        self.prepared = False
+        self.prepared: set[str] = set()
         self.file = ""
         self._connect = connect
         self.style = style
@@ -123,22 +123,25 @@ class Database:
 
     # --- tables ------------------------------------------------------------------------------
 
-    def create(self) -> None:
+    def create(self, tables: TableSet = CONSUMING) -> None:
         """Create the tables that do not exist.
+
+        Args:
+            tables: those of consumers, barriers and inboxes by default.
 
         Raises:
             ConfigurationError: no right, or tables of another version.
             DatabaseUnavailable
         """
-        with self.explained(_FIRST_STEP):
-            self.apart(tables.create(self.dialect))
+        with self.explained(_FIRST_STEP, tables):
+            self.apart(create(self.dialect, tables))
 
-    async def create_async(self) -> None:
+    async def create_async(self, tables: TableSet = CONSUMING) -> None:
         """`create` for asyncio."""
-        with self.explained(_FIRST_STEP):
-            await self.apart_async(tables.create(self.dialect))
+        with self.explained(_FIRST_STEP, tables):
+            await self.apart_async(create(self.dialect, tables))
 
-    def prepare(self) -> None:
+    def prepare(self, tables: TableSet = CONSUMING) -> None:
         """Check the tables; create them if they are missing and `create_tables`.
 
         Raises:
@@ -146,25 +149,26 @@ class Database:
                 next step.
             DatabaseUnavailable
         """
-        with self.explained(_FIRST_STEP):
-            self.file = self.apart(self._preparation(), PREPARE_WAIT_S)
-        self.prepared = True
+        with self.explained(_FIRST_STEP, tables):
+            self.file = self.apart(self._preparation(tables), PREPARE_WAIT_S)
+        self.prepared.add(tables.name)
 
-    async def prepare_async(self) -> None:
+    async def prepare_async(self, tables: TableSet = CONSUMING) -> None:
         """`prepare` for asyncio."""
-        with self.explained(_FIRST_STEP):
-            self.file = await self.apart_async(self._preparation(), PREPARE_WAIT_S)
-        self.prepared = True
+        with self.explained(_FIRST_STEP, tables):
+            self.file = await self.apart_async(self._preparation(tables), PREPARE_WAIT_S)
+        self.prepared.add(tables.name)
 
-    def _preparation(self) -> Steps[str]:
-        return tables.prepare(self.dialect, self.name, create_tables=self.create_tables)
+    def _preparation(self, tables: TableSet) -> Steps[str]:
+        return prepare(self.dialect, self.name, create_tables=self.create_tables, tables=tables)
 
     @contextmanager
-    def explained(self, unavailable: str = "") -> Iterator[None]:
+    def explained(self, unavailable: str = "", tables: TableSet = CONSUMING) -> Iterator[None]:
         """Turn errors of the driver into sentences with the next step.
 
         Args:
             unavailable: the next step if the database is.
+            tables: those that are used.
 
         Raises:
             ConfigurationError, DatabaseUnavailable
@@ -174,19 +178,19 @@ class Database:
         except TxbrokerError:
             raise
         except Exception as error:
-            found = self.explain(error)
+            found = self.explain(error, tables)
             if isinstance(found, DatabaseUnavailable):
                 found = DatabaseUnavailable(f"{found}{unavailable}")
             raise found from error
 
-    def explain(self, error: BaseException) -> BaseException:
+    def explain(self, error: BaseException, tables: TableSet = CONSUMING) -> BaseException:
         """Return the error to raise for one of the driver; other errors as they are."""
         text = f"{self.name}: {_text(original(error))}"
         match self.dialect.fault(error):
             case Fault.UNAVAILABLE | Fault.BUSY:
                 return DatabaseUnavailable(text)
             case Fault.NO_TABLE:
-                return ConfigurationError(f"{text}: {self.hint}")
+                return ConfigurationError(f"{text}: {tables.hint or self.hint}")
             case Fault.DENIED:
                 return ConfigurationError(
                     f"{text}: grant this user SELECT, INSERT, UPDATE and DELETE on txbroker's "

@@ -9,6 +9,7 @@ from pathlib import Path
 from txbroker.databases.database import Database
 from txbroker.databases.dialect import SQLITE
 from txbroker.databases.sessions import refuse_control
+from txbroker.databases.tables import CONSUMING, TableSet
 from txbroker.errors import ConfigurationError
 
 
@@ -48,7 +49,7 @@ class SQLite(Database):
             if not (self._may_create or os.path.exists(self._path)):
                 raise ConfigurationError(
                     f"SQLite {file} does not exist: correct its path, or create it with "
-                    "`txbroker databases create` or create_tables=True"
+                    "create_tables=True, `txbroker databases create` or `txbroker outbox create`"
                 )
             return sqlite3.connect(
                 self._path,
@@ -61,7 +62,7 @@ class SQLite(Database):
             connect, SQLITE, style="qmark", name=f"SQLite {file}", create_tables=create_tables
         )
 
-    def create(self) -> None:
+    def create(self, tables: TableSet = CONSUMING) -> None:
         """Create the tables that do not exist, and the file; see `Database.create`."""
         self._may_create = True
-        super().create()
+        super().create(tables)

@@ -1,4 +1,4 @@
-"""The tables, their version, and how they are created.
+"""Sets of tables, their versions, and how they are created; the tables of consumers.
 
 | table | rows |
 | --- | --- |
@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
+
+from msgspec import Struct
 
 from txbroker.databases.dialect import MARIADB, SQLITE, Dialect, Fault
 from txbroker.databases.steps import Query, Steps
@@ -70,20 +72,52 @@ _TABLES = {
 NAMES = tuple(_TABLES)
 
 
-def create_table(name: str, dialect: Dialect, table: str = "") -> str:
+class TableSet(Struct, frozen=True, kw_only=True):
+    """Tables that are created, checked and changed together.
+
+    Attributes:
+        name: short, for the set itself.
+        version: of its tables.
+        versions: a SELECT of the version in the database.
+        names: of its tables.
+        statements: returns the SQL that creates them; each statement can be repeated.
+        hint: how to create them; "": as the database says.
+        check: further checks of existing tables; its argument is the database's name for messages.
+    """
+
+    name: str
+    version: int
+    versions: str
+    names: tuple[str, ...]
+    statements: Callable[[Dialect], Iterable[str]]
+    hint: str = ""
+    check: Callable[[Dialect, str], Steps[None]] | None = None
+
+
+def table_sql(name: str, columns: str, dialect: Dialect, **more: str) -> str:
     """Return SQL that creates a table if it does not exist.
+
+    Args:
+        columns: with `{key}`, `{text}`, `{whole}` and `{blob}` for types.
+        more: what else stands in braces.
+    """
+    types = {"key": dialect.key, "text": dialect.text, "whole": dialect.whole, "blob": dialect.blob}
+    text = " ".join(columns.format(**types, **more).split())
+    return f"CREATE TABLE IF NOT EXISTS {name} ({text}){dialect.options}"
+
+
+def create_table(name: str, dialect: Dialect, table: str = "") -> str:
+    """Return SQL that creates a table of consumers if it does not exist.
 
     Args:
         table: its name in the database, `name` by default.
     """
-    types = {"key": dialect.key, "text": dialect.text, "whole": dialect.whole, "blob": dialect.blob}
-    columns = " ".join(_TABLES[name].format(**types).split())
-    end = dialect.options + (dialect.keyed if name in _KEYED else "")
-    return f"CREATE TABLE IF NOT EXISTS {table or name} ({columns}){end}"
+    sql = table_sql(table or name, _TABLES[name], dialect)
+    return sql + (dialect.keyed if name in _KEYED else "")
 
 
 def statements(dialect: Dialect) -> Iterable[str]:
-    """Yield the SQL that creates all tables."""
+    """Yield the SQL that creates the tables of consumers."""
     for name in _TABLES:
         yield create_table(name, dialect)
     yield (
@@ -96,9 +130,18 @@ def statements(dialect: Dialect) -> Iterable[str]:
     )
 
 
-def create(dialect: Dialect) -> Steps[None]:
+CONSUMING = TableSet(
+    name="consuming",
+    version=VERSION,
+    versions=f"SELECT version FROM {SCHEMA}",
+    names=NAMES,
+    statements=statements,
+)
+
+
+def create(dialect: Dialect, tables: TableSet = CONSUMING) -> Steps[None]:
     """Create the tables that do not exist; several processes may at the same time."""
-    for sql in statements(dialect):
+    for sql in tables.statements(dialect):
         for attempt in range(_CREATE_ATTEMPTS):
             try:
                 yield Query(sql)
@@ -111,7 +154,9 @@ def create(dialect: Dialect) -> Steps[None]:
                     raise  # a deadlock with another process can be repeated
 
 
-def prepare(dialect: Dialect, database: str, *, create_tables: bool) -> Steps[str]:
+def prepare(
+    dialect: Dialect, database: str, *, create_tables: bool, tables: TableSet = CONSUMING
+) -> Steps[str]:
     """Check that the tables exist, have this version and take part in transactions; return the
     file of an SQLite database, else "".
 
@@ -124,27 +169,29 @@ def prepare(dialect: Dialect, database: str, *, create_tables: bool) -> Steps[st
     """
     file = (yield from file_of(database)) if dialect is SQLITE else ""
     try:
-        versions = yield from _versions()
+        versions = yield from _versions(tables)
     except Exception as error:
         if dialect.fault(error) is not Fault.NO_TABLE or not create_tables:
             raise
         versions = []
     if create_tables and not versions:  # or another process is creating them
-        yield from create(dialect)
-        versions = yield from _versions()
-    if versions != [VERSION]:
+        yield from create(dialect, tables)
+        versions = yield from _versions(tables)
+    if versions != [tables.version]:
         shown = ", ".join(map(str, versions)) or "none"
         raise ConfigurationError(
             f"{database} has txbroker tables of version {shown}; this txbroker uses version "
-            f"{VERSION}: upgrade the older of the two"
+            f"{tables.version}: upgrade the older of the two"
         )
     if dialect is MARIADB:
-        yield from _check_engines(database)
+        yield from _check_engines(database, tables)
+    if tables.check is not None:
+        yield from tables.check(dialect, database)
     return file
 
 
-def _versions() -> Steps[list[int]]:
-    result = yield Query(f"SELECT version FROM {SCHEMA}")
+def _versions(tables: TableSet) -> Steps[list[int]]:
+    result = yield Query(tables.versions)
     return [int(row[0]) for row in result.rows]
 
 
@@ -168,8 +215,8 @@ def _main_file() -> Steps[str]:
     return os.path.realpath(file) if file else ""
 
 
-def _check_engines(database: str) -> Steps[None]:
-    names = ", ".join(f"'{name}'" for name in _TABLES)
+def _check_engines(database: str, tables: TableSet) -> Steps[None]:
+    names = ", ".join(f"'{name}'" for name in tables.names)
     result = yield Query(
         "SELECT table_name, engine FROM information_schema.tables WHERE table_schema = DATABASE() "
         f"AND table_name IN ({names}) AND engine <> 'InnoDB'"

@@ -8,12 +8,15 @@ runs on both. Every method that asks Kafka raises `KafkaUnavailable` if it does 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
 from txbroker.core.records import Record
 from txbroker.errors import KafkaUnavailable
+
+if TYPE_CHECKING:
+    from txbroker.door.delivering import DeliveryWriter
 
 Partition: TypeAlias = tuple[str, int]
 """Topic and partition number."""
@@ -218,7 +221,7 @@ class GroupDescription(NamedTuple):
 
 
 class ConsumingDoor(Protocol):
-    """A connection to Kafka for one consumer, or for an operator."""
+    """A connection to Kafka for one consumer or relay, or for an operator."""
 
     async def start(self) -> None:
         """Connect.
@@ -278,6 +281,14 @@ class ConsumingDoor(Protocol):
         Raises:
             CopyRefused
             KafkaUnavailable: the result is unknown. An open transaction ends by its timeout.
+        """
+
+    def delivery_writer(self, transactional_id: str, topic: str, key: str) -> DeliveryWriter:
+        """Return the writer of a relay, which has to be claimed.
+
+        Args:
+            topic: the compacted topic of positions, of one partition.
+            key: of this writer's positions.
         """
 
     async def groups(self) -> list[str]:

@@ -39,7 +39,9 @@ from txbroker.door.consuming import (
     TopicIdentity,
     TopicSpec,
 )
+from txbroker.door.delivering import DeliveryWriter
 from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.testing.delivering import MemoryDeliveryWriter
 from txbroker.testing.groups import MemoryGroup, Seat, store_copies
 from txbroker.testing.members import CUT_OFF
 from txbroker.testing.memory import MemoryKafka
@@ -207,6 +209,9 @@ class MemoryConsumingDoor:
             store_copies(self._kafka, copies, KafkaTransaction())
 
         await self._home.run(write)
+
+    def delivery_writer(self, transactional_id: str, topic: str, key: str) -> DeliveryWriter:
+        return MemoryDeliveryWriter(self._home, self._kafka, transactional_id, topic, key)
 
     async def groups(self) -> list[str]:
         def look() -> list[str]:

@@ -479,6 +479,17 @@ class Producer:
             if answer.error_code not in RETRIABLE or not await backoff.pause():
                 raise KafkaRefused(answer.error_code)
 
+    async def renew(self, backoff: Backoff) -> None:
+        """Begin new sequences after an aborted transaction whose batches were refused, without a
+        moment in which another producer could take the transactional id unnoticed.
+
+        Raises:
+            ProducerFenced
+            KafkaUnavailable: this producer must not be used again.
+        """
+        if self._sequences:  # version 2 of the protocol began new ones with the abort
+            await self._init_producer_id(backoff, (self.id, self.epoch))
+
     def _adopt(self, identity: ProducerIdentity | None) -> None:
         """Use a new producer id or epoch, which begins new sequences."""
         if identity is not None:

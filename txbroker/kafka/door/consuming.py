@@ -23,6 +23,7 @@ from txbroker.door.consuming import (
     TopicIdentity,
     TopicSpec,
 )
+from txbroker.door.delivering import DeliveryWriter
 from txbroker.door.protocols import AppendRefused, AppendUnknown, LogTruncated
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
@@ -32,6 +33,7 @@ from txbroker.kafka.client.fetcher import KafkaFetcher
 from txbroker.kafka.client.groups import committed_offsets, describe_group, list_groups
 from txbroker.kafka.client.reader import READ_UNCOMMITTED, Reader, offsets_at
 from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.door.delivering import KafkaDeliveryWriter
 from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming, store_copies
 from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.protocol.batch import batch_body
@@ -179,6 +181,10 @@ class KafkaConsumingDoor(ConsumingDoor):
             KafkaUnavailable: the result is unknown.
         """
         await store_copies(self._client, group, copies)
+
+    def delivery_writer(self, transactional_id: str, topic: str, key: str) -> DeliveryWriter:
+        """Return the writer of a relay, see `ConsumingDoor.delivery_writer`."""
+        return KafkaDeliveryWriter(self._client, transactional_id, topic, key)
 
     # --- groups ------------------------------------------------------------------------------
 

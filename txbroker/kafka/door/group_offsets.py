@@ -191,19 +191,9 @@ class GroupOffsets:
             KafkaRefused: not because of the copies.
             BatchUnknown, ProducerFenced, CommitFenced
         """
-        batches = rounds[0]
-        try:
-            await producer.add(list(batches), backoff)
-            for batches in rounds:
-                await producer.produce({at: one.body for at, one in batches.items()}, backoff)
-        except BatchRefused as error:
-            if error.code in TRANSACTION_BROKEN:
-                raise KafkaUnavailable(
-                    f"the transaction of group {self._group} ended: {error}"
-                ) from None
-            if error.code not in TOPIC_REFUSED | RECORDS_REFUSED:
-                raise KafkaRefused(error.code, f"cannot store copies: {error}") from None
-            return RefusedBatch(batches[error.partition], error)
+        refused = await write_rounds(producer, rounds, backoff, f"group {self._group}")
+        if refused is not None:
+            return refused
         failpoint("consumer.copied")
         if not offsets:
             return None
@@ -289,3 +279,32 @@ def _encoded(offsets: Mapping[Partition, StoredOffset]) -> list[tuple[str, list[
         for (topic, number), stored in offsets.items()
     )
     return list(by_topic(entries).items())
+
+
+async def write_rounds(
+    producer: Producer,
+    rounds: Sequence[Mapping[Partition, Batch]],
+    backoff: Backoff,
+    writer: str,
+) -> RefusedBatch | None:
+    """Write batches in the open transaction of a producer; return one that was refused.
+
+    Args:
+        rounds: each writes at most one batch to a partition.
+        writer: its name, for messages.
+
+    Raises:
+        KafkaRefused: not because of the records.
+        BatchUnknown, ProducerFenced
+    """
+    for batches in rounds:
+        try:
+            await producer.add(list(batches), backoff)
+            await producer.produce({at: one.body for at, one in batches.items()}, backoff)
+        except BatchRefused as error:
+            if error.code in TRANSACTION_BROKEN:
+                raise KafkaUnavailable(f"the transaction of {writer} ended: {error}") from None
+            if error.code not in TOPIC_REFUSED | RECORDS_REFUSED:
+                raise KafkaRefused(error.code, f"{writer} cannot write: {error}") from None
+            return RefusedBatch(batches[error.partition], error)
+    return None

@@ -1,0 +1,152 @@
+"""The shards of an outbox: which relay owns which, as steps.
+
+A lease only keeps relays from working on one shard at the same time; what is delivered twice or
+not at all is decided by Kafka, which fences the earlier owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from txbroker.databases.dialect import SQLITE, Dialect
+from txbroker.databases.outbox.table import RELAY, SHARDS_MAX
+from txbroker.databases.steps import Query, Steps
+
+LEASE_S = 10.0
+
+
+class Named(NamedTuple):
+    """The name of an outbox's relays, the identity of its tables, and its number of shards."""
+
+    relay: str
+    identity: str
+    shards: int
+
+
+class Lease(Struct, frozen=True):
+    """A shard, as stored.
+
+    Attributes:
+        owner: the relay that has it; "": none.
+        left_ms: how long it has it; not positive: it is free.
+        wanted_by: a relay that has fewer shards than its share.
+    """
+
+    shard: int
+    owner: str
+    left_ms: int
+    wanted_by: str
+
+
+class Leases:
+    """The leases of one relay process.
+
+    Args:
+        owner: its name, unique among the processes.
+    """
+
+    def __init__(self, dialect: Dialect, owner: str) -> None:
+        self._dialect = dialect
+        self._owner = owner
+        # Rows that another relay is taking are left to it.
+        self._skip = "" if dialect is SQLITE else " FOR UPDATE SKIP LOCKED"
+
+    def named(self) -> Steps[Named]:
+        """Return names and number of shards."""
+        found = yield Query(f"SELECT relay, identity, shards FROM {RELAY} WHERE shard = 0")
+        relay, identity, shards = found.rows[0]
+        return Named(str(relay), str(identity), int(shards))
+
+    def all(self) -> Steps[list[Lease]]:
+        """Return all leases."""
+        found = yield Query(
+            f"SELECT shard, owner, lease_until - {self._dialect.now_ms}, wanted_by "
+            f"FROM {RELAY} ORDER BY shard"
+        )
+        return [
+            Lease(int(shard), str(owner), int(left_ms), str(wanted_by))
+            for shard, owner, left_ms, wanted_by in found.rows
+        ]
+
+    def take(self, count: int) -> Steps[list[int]]:
+        """Take free shards, at most `count`; return their numbers."""
+        now_ms = self._dialect.now_ms
+        found = yield Query(
+            f"SELECT shard FROM {RELAY} WHERE lease_until <= {now_ms} "
+            f"ORDER BY shard LIMIT {count}{self._skip}"
+        )
+        taken = [int(row[0]) for row in found.rows]
+        if taken:
+            yield Query(
+                f"UPDATE {RELAY} SET owner = ?, lease_until = {self._end}, wanted_by = '' "
+                f"WHERE shard IN ({_numbers(taken)})",
+                (self._owner,),
+            )
+        return taken
+
+    def renew(self) -> Steps[list[int]]:
+        """Extend this relay's leases; return the shards that it has. Others have taken the rest."""
+        yield Query(
+            f"UPDATE {RELAY} SET lease_until = {self._end} WHERE owner = ?", (self._owner,)
+        )
+        found = yield Query(f"SELECT shard FROM {RELAY} WHERE owner = ? ORDER BY shard", (self._owner,))
+        return [int(row[0]) for row in found.rows]
+
+    def want(self, shards: Sequence[int]) -> Steps[None]:
+        """Ask the owners of shards to release them."""
+        yield Query(
+            f"UPDATE {RELAY} SET wanted_by = ? WHERE shard IN ({_numbers(shards)})", (self._owner,)
+        )
+
+    def release(self, shards: Sequence[int]) -> Steps[None]:
+        """Give shards back, if they are still this relay's."""
+        yield Query(
+            f"UPDATE {RELAY} SET owner = '', lease_until = 0, wanted_by = '', asleep_until = 0 "
+            f"WHERE owner = ? AND shard IN ({_numbers(shards)})",
+            (self._owner,),
+        )
+
+    def divide(self, shards: int) -> Steps[bool]:
+        """Divide the rows into another number of shards. Return False if a relay owns one."""
+        found = yield Query(
+            f"SELECT shard, relay, identity, lease_until - {self._dialect.now_ms} FROM {RELAY} "
+            f"ORDER BY shard{self._dialect.lock}"
+        )
+        if any(int(row[3]) > 0 for row in found.rows):
+            return False
+        _shard, relay, identity, _left = found.rows[0]
+        yield Query(f"DELETE FROM {RELAY} WHERE shard > 0")
+        yield Query(f"UPDATE {RELAY} SET shards = {shards}, owner = '', asleep_until = 0")
+        for shard in range(1, shards):
+            yield Query(
+                f"INSERT INTO {RELAY} (shard, relay, identity, shards) VALUES ({shard}, ?, ?, {shards})",
+                (relay, identity),
+            )
+        return True
+
+    # --- sleep -----------------------------------------------------------------------------------
+
+    def sleep(self, seconds: float) -> Steps[None]:
+        """Have writers notify this relay, for some seconds."""
+        end = f"{self._dialect.now_ms} + {round(seconds * 1000)}"
+        yield Query(f"UPDATE {RELAY} SET asleep_until = {end} WHERE owner = ?", (self._owner,))
+
+    def wake(self) -> Steps[None]:
+        """Have writers notify this relay no more."""
+        yield Query(f"UPDATE {RELAY} SET asleep_until = 0 WHERE owner = ?", (self._owner,))
+
+    @property
+    def _end(self) -> str:
+        return f"{self._dialect.now_ms} + {round(LEASE_S * 1000)}"
+
+
+def rows_of_shard(shard: int, shards: int) -> tuple[int, ...]:
+    """Return the numbers that rows of a shard have; none: all rows."""
+    return () if shards == 1 else tuple(range(shard, SHARDS_MAX, shards))
+
+
+def _numbers(shards: Sequence[int]) -> str:
+    return ", ".join(map(str, shards))

@@ -1,0 +1,213 @@
+"""The tables of an outbox: their columns, how they are created, and how they are checked.
+
+| table | rows |
+| --- | --- |
+| `txbroker_outbox` | a message: to be decided, to be delivered, delivered or refused |
+| `txbroker_relay` | a shard: which relay delivers its rows, and until when |
+
+Times are whole milliseconds since 1970 by the database's clock. A row that another program inserts
+needs a topic, and a value unless it is a tombstone; every other column has a default.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
+from typing import Any
+
+from txbroker.databases.dialect import MARIADB, POSTGRESQL, Dialect
+from txbroker.databases.steps import Query, Steps
+from txbroker.databases.tables import TableSet, table_sql
+from txbroker.errors import ConfigurationError
+
+VERSION = 1
+OUTBOX, RELAY = "txbroker_outbox", "txbroker_relay"
+SEQUENCE = f"{OUTBOX}_position"
+"""The sequence of positions, where the column has none."""
+CHANNEL = OUTBOX
+"""What PostgreSQL notifies."""
+SHARDS_MAX = 16
+
+UNKNOWN, LOCAL_COMMIT, LOCAL_ROLLBACK = "UNKNOWN", "LOCAL_COMMIT", "LOCAL_ROLLBACK"
+GLOBAL_COMMIT, MESSAGE_ERROR = "GLOBAL_COMMIT", "MESSAGE_ERROR"
+STATES = (UNKNOWN, LOCAL_COMMIT, LOCAL_ROLLBACK, GLOBAL_COMMIT, MESSAGE_ERROR)
+
+COLUMNS: Mapping[str, str] = {
+    "position": "{identity}",
+    # What consumers deduplicate by.
+    "id": "{key} NOT NULL DEFAULT ({random_id}) UNIQUE",
+    # Rows of one unit become visible together; '': the row stands alone.
+    "unit": "{key} NOT NULL DEFAULT {unit}",
+    "state": f"{{key}} NOT NULL DEFAULT '{LOCAL_COMMIT}' CHECK (state IN {STATES})",
+    "topic": "{key} NOT NULL",
+    "message_key": "{blob}",
+    "message_value": "{blob}",
+    "headers": "{text} NOT NULL DEFAULT '[]'",
+    "partition_id": "{whole}",
+    "timestamp_ms": "{whole}",
+    "order_key": "{text}",
+    "shard": f"{{whole}} NOT NULL DEFAULT 0 CHECK (shard BETWEEN 0 AND {SHARDS_MAX - 1})",
+    # Reserved.
+    "deliver_at": "{whole} CHECK (deliver_at IS NULL)",
+    "timeout_at": "{whole}",
+    "retries": "{whole} NOT NULL DEFAULT 0",
+    "cause": "{text} NOT NULL DEFAULT ''",
+    # Of an undecided row; a decision sets 0. So a row in MESSAGE_ERROR with checks is undecided.
+    "check_attempts": "{whole} NOT NULL DEFAULT 0",
+    # UNKNOWN: the next check. LOCAL_COMMIT: not delivered before. 0: at once.
+    "next_at": "{whole} NOT NULL DEFAULT 0",
+    "created_at": "{whole} NOT NULL DEFAULT ({now_ms})",
+    "changed_at": "{whole} NOT NULL DEFAULT ({now_ms})",
+}
+RELAY_COLUMNS: Mapping[str, str] = {
+    "shard": "{whole} NOT NULL PRIMARY KEY",
+    "version": f"{{whole}} NOT NULL DEFAULT {VERSION}",
+    # The name of the relays of this outbox, and a random text of these tables.
+    "relay": "{key} NOT NULL",
+    "identity": "{key} NOT NULL",
+    # How many shards the rows are divided into; the rows' own numbers are of SHARDS_MAX.
+    "shards": f"{{whole}} NOT NULL DEFAULT 1 CHECK (shards BETWEEN 1 AND {SHARDS_MAX})",
+    "owner": "{key} NOT NULL DEFAULT ''",
+    "lease_until": "{whole} NOT NULL DEFAULT 0",
+    "wanted_by": "{key} NOT NULL DEFAULT ''",
+    "asleep_until": "{whole} NOT NULL DEFAULT 0",
+}
+_TABLES = {OUTBOX: COLUMNS, RELAY: RELAY_COLUMNS}
+
+_READY = f"state = '{LOCAL_COMMIT}' AND next_at = 0"
+_INDEXES = {
+    "ready": f"(shard, position) WHERE {_READY}",
+    "unit": f"(unit) WHERE state IN ('{LOCAL_COMMIT}', '{UNKNOWN}')",
+    "later": f"(next_at) WHERE state = '{LOCAL_COMMIT}' AND next_at > 0",
+    "checks": f"(next_at) WHERE state = '{UNKNOWN}'",
+    "errors": f"(position) WHERE state = '{MESSAGE_ERROR}'",
+}
+"""A query uses one of them only if it has the same conditions."""
+_MARIADB_INDEXES = {"ready": "(state, next_at, shard, position)", "unit": "(unit)"}
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+
+
+@lru_cache(maxsize=64)
+def outbox_tables(name: str = "") -> TableSet:
+    """Return the tables of an outbox.
+
+    Args:
+        name: of its relays; "": that in the database, and a random one when they are created.
+
+    Raises:
+        ConfigurationError: Kafka has no topics or transactional ids with such a name.
+    """
+    if name and not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise ConfigurationError(
+            f"the name of an outbox has at most 200 letters, digits, '.', '_' and '-', not {name!r}"
+        )
+    return TableSet(
+        name="outbox",
+        version=VERSION,
+        versions=f"SELECT DISTINCT version FROM {RELAY}",
+        names=(OUTBOX, RELAY),
+        statements=partial(_statements, name),
+        hint="create the tables with `txbroker outbox create URL`, or pass create_tables=True",
+        check=partial(_check, name),
+    )
+
+
+def next_position(dialect: Dialect) -> str:
+    """Return SQL of a new position, for an UPDATE of one row."""
+    return dialect.next_identity.format(sequence=SEQUENCE, column="position", table=OUTBOX)
+
+
+# --- creation --------------------------------------------------------------------------------
+
+
+def _statements(name: str, dialect: Dialect) -> Iterator[str]:
+    """Yield the SQL that creates the tables."""
+    if dialect.sequence:
+        yield dialect.sequence.format(sequence=SEQUENCE)
+    for table in (RELAY, OUTBOX):
+        yield table_sql(table, _declared(_TABLES[table]), dialect, **_defaults(dialect))
+    indexes = _MARIADB_INDEXES if dialect is MARIADB else _INDEXES
+    for index, columns in indexes.items():
+        yield f"CREATE INDEX IF NOT EXISTS {OUTBOX}_{index} ON {OUTBOX} {columns}"
+    if dialect is POSTGRESQL:
+        yield from _notification(dialect)
+    relay, identity = name or f"outbox-{secrets.token_hex(4)}", secrets.token_hex(16)
+    yield (
+        f"INSERT INTO {RELAY} (shard, relay, identity) SELECT 0, '{relay}', '{identity}' "
+        f"FROM (SELECT 1 AS one) AS once WHERE NOT EXISTS (SELECT 1 FROM {RELAY})"
+    )
+
+
+def _declared(columns: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {kind}" for name, kind in columns.items())
+
+
+def _defaults(dialect: Dialect) -> dict[str, str]:
+    return {
+        "identity": dialect.identity.format(sequence=SEQUENCE),
+        "random_id": dialect.random_id,
+        "now_ms": dialect.now_ms,
+        "unit": f"({dialect.transaction_id})" if dialect.transaction_id else "''",
+    }
+
+
+def _notification(dialect: Dialect) -> Iterator[str]:
+    """Yield the SQL of a trigger that notifies while a relay sleeps, and not else: PostgreSQL lets
+    one transaction commit at a time if they notify."""
+    yield (
+        f"CREATE FUNCTION {OUTBOX}_wake() RETURNS trigger LANGUAGE plpgsql "
+        "SET search_path FROM CURRENT AS $$BEGIN "
+        f"IF EXISTS (SELECT 1 FROM {RELAY} WHERE asleep_until > {dialect.now_ms}) "
+        f"THEN PERFORM pg_notify('{CHANNEL}', ''); END IF; RETURN NULL; END$$"
+    )
+    yield (
+        f"CREATE TRIGGER {OUTBOX}_wake AFTER INSERT OR UPDATE OF state ON {OUTBOX} "
+        f"FOR EACH STATEMENT EXECUTE FUNCTION {OUTBOX}_wake()"
+    )
+
+
+# --- check -----------------------------------------------------------------------------------
+
+
+def _check(name: str, dialect: Dialect, database: str) -> Steps[None]:
+    """Check the columns, and the name.
+
+    Raises:
+        ConfigurationError
+    """
+    for table, columns in _TABLES.items():
+        found = yield Query(dialect.columns, (table,))
+        problem = _difference(dialect, columns, {row[0]: row[1] for row in found.rows})
+        if problem:
+            raise ConfigurationError(
+                f"{database}: table {table} {problem}: correct it as `txbroker outbox create URL "
+                "--dry-run` prints it, or rename it and create it again"
+            )
+    named = yield Query(f"SELECT DISTINCT relay FROM {RELAY}")
+    names = [row[0] for row in named.rows]
+    if len(names) != 1 or name not in ("", names[0]):
+        shown = ", ".join(map(repr, names))
+        raise ConfigurationError(
+            f"{database}: the outbox has the name {shown}, not {name or 'one name'!r}: leave the "
+            f"name out; to change it, stop all relays and update {RELAY}"
+        )
+
+
+def _difference(dialect: Dialect, columns: Mapping[str, str], found: Mapping[str, Any]) -> str:
+    """Return how columns differ from those that are declared, "" if they do not."""
+    problems = [f"has no column {name}" for name in columns if name not in found]
+    for name, kind in columns.items():
+        wanted = _type(dialect, kind)
+        if name in found and str(found[name]).lower() != wanted:
+            problems.append(f"has column {name} of type {found[name]} instead of {wanted}")
+    return " and ".join(problems)
+
+
+def _type(dialect: Dialect, kind: str) -> str:
+    """Return a declared column's type, as the database shows it."""
+    types = {"key": dialect.key, "text": dialect.text, "blob": dialect.blob}
+    word = re.match(r"\{(\w+)\}", kind)
+    assert word is not None
+    return types.get(word[1], dialect.whole).partition(" ")[0].partition("(")[0].lower()

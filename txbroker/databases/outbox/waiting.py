@@ -1,0 +1,259 @@
+"""What a relay reads of the outbox and marks in it, as steps.
+
+Rows that wait are in the state LOCAL_COMMIT. `next_at` is 0 for those to be sent at once, in the
+order of their positions, else the time before which a row is not sent: because Kafka refused it, or
+a row of its order key, or of its unit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from msgspec import Struct
+
+from txbroker.databases.dialect import MARIADB, Dialect
+from txbroker.databases.outbox.table import OUTBOX
+from txbroker.databases.steps import Query, Steps
+
+_PIECE = 2000
+"""Positions of one statement."""
+_UNITS = 500
+"""Units of one statement: SQLite takes at most 999 values."""
+_READY = "state = 'LOCAL_COMMIT' AND next_at = 0"
+_ROWS_OVERHEAD = 200
+"""Bytes of a row beside key, value and headers."""
+
+
+class WaitingRow(NamedTuple):
+    """A row to be sent, without what is large.
+
+    Attributes:
+        unit: rows of the same one become visible together; "": it stands alone.
+        size: bytes, about.
+        expired: its `timeout_at` has passed.
+    """
+
+    position: int
+    unit: str
+    order_key: str | None
+    message_key: bytes | None
+    size: int
+    expired: bool
+
+    @property
+    def orders_by(self) -> str | bytes | None:
+        """The key whose rows keep their order; None: the row has none."""
+        return self.message_key if self.order_key is None else self.order_key
+
+
+class FullRow(NamedTuple):
+    """A row with its message, as the database returns it: another program may have written it."""
+
+    position: int
+    id: str
+    topic: str
+    message_key: Any
+    message_value: Any
+    headers: str
+    partition_id: int | None
+    timestamp_ms: int | None
+    created_at: int
+
+
+class Refused(Struct, frozen=True):
+    """Rows that Kafka refused for one reason."""
+
+    ids: Sequence[str]
+    cause: str
+
+
+class WaitingRows:
+    """The rows of a relay's shards.
+
+    Args:
+        shards: their numbers; empty: all rows.
+    """
+
+    def __init__(self, dialect: Dialect, shards: Sequence[int] = ()) -> None:
+        self._dialect = dialect
+        self._of_shards = f" AND shard IN ({', '.join(map(str, shards))})" if shards else ""
+
+    # --- what is to be sent --------------------------------------------------------------------
+
+    def select(self, count: int) -> Steps[list[WaitingRow]]:
+        """Return the first `count` rows to be sent by position, and the others of their units."""
+        found = yield Query(self._select(f"ORDER BY position LIMIT {count}"))
+        rows = [_waiting(row) for row in found.rows]
+        if len(rows) < count:
+            return rows
+        last, units = rows[-1].position, list({row.unit for row in rows if row.unit})
+        for begin in range(0, len(units), _UNITS):
+            some = units[begin : begin + _UNITS]
+            marks = ", ".join("?" * len(some))
+            condition = f"AND position > {last} AND unit IN ({marks}) ORDER BY position"
+            more = yield Query(self._select(condition), some)
+            rows += [_waiting(row) for row in more.rows]
+        rows.sort()
+        return rows
+
+    def _select(self, condition: str) -> str:
+        now_ms = self._dialect.now_ms
+        return (
+            "SELECT position, unit, order_key, message_key, "
+            "COALESCE(LENGTH(message_value), 0) + LENGTH(headers), "
+            f"CASE WHEN timeout_at <= {now_ms} THEN 1 ELSE 0 END "
+            f"FROM {OUTBOX} WHERE {_READY}{self._of_shards} {condition}"
+        )
+
+    def fetch(self, positions: Sequence[int]) -> Steps[list[FullRow]]:
+        """Return rows with their messages."""
+        columns = ", ".join(f"kept.{name}" for name in FullRow._fields)
+        found = yield Query(
+            f"SELECT {columns} FROM {self._dialect.numbers} CROSS JOIN {OUTBOX} AS kept "
+            "WHERE kept.position = numbers.n ORDER BY kept.position",
+            (json.dumps(list(positions)),),
+        )
+        return [FullRow(*row) for row in found.rows]
+
+    # --- what became of them -------------------------------------------------------------------
+
+    def mark(self, positions: Iterable[int]) -> Steps[int]:
+        """Note that rows are visible; return how many were not marked before."""
+        return (yield from self._set("state = 'GLOBAL_COMMIT'", "state = 'LOCAL_COMMIT'", positions))
+
+    def ids_waiting(self, positions: Iterable[int]) -> Steps[list[tuple[int, str]]]:
+        """Return position and id of those rows that are not marked."""
+        found: list[tuple[int, str]] = []
+        for piece in _pieces(positions):
+            some = yield Query(
+                f"SELECT kept.position, kept.id FROM {self._dialect.numbers} CROSS JOIN {OUTBOX} "
+                "AS kept WHERE kept.position = numbers.n AND kept.state = 'LOCAL_COMMIT' "
+                "ORDER BY kept.position",
+                (json.dumps(piece),),
+            )
+            found += [(int(position), str(id)) for position, id in some.rows]
+        return found
+
+    def expire(self, positions: Iterable[int]) -> Steps[int]:
+        """Give up rows whose `timeout_at` has passed."""
+        change = (
+            "state = 'MESSAGE_ERROR', "
+            "cause = CASE WHEN cause = '' THEN 'not sent before its timeout_at' ELSE cause END"
+        )
+        return (yield from self._set(change, _READY, positions))
+
+    def hold(self, positions: Iterable[int], until_ms: int) -> Steps[int]:
+        """Send rows not before a time, milliseconds since 1970."""
+        return (yield from self._set(f"next_at = {until_ms}", _READY, positions))
+
+    def refuse(self, refused: Sequence[Refused], retries_max: int, pauses_ms: Sequence[int]) -> Steps[int]:
+        """Note refusals: each row is sent again after a pause, or given up after `retries_max`.
+
+        Args:
+            pauses_ms: by the number of earlier retries; the last one for all further ones.
+
+        Returns: until when the last of them waits, milliseconds since 1970; 0 if none does.
+        """
+        now_ms = self._dialect.now_ms
+        steps = "".join(
+            f"WHEN {retries} THEN {pause_ms} " for retries, pause_ms in enumerate(pauses_ms[:-1])
+        )
+        pause = f"CASE retries {steps}ELSE {pauses_ms[-1]} END"
+        last = f"(retries + 1 >= {retries_max} OR COALESCE(timeout_at <= {now_ms}, FALSE))"
+        until = 0
+        for each in refused:
+            for begin in range(0, len(each.ids), _UNITS):
+                some = each.ids[begin : begin + _UNITS]
+                of_rows = f"WHERE id IN ({', '.join('?' * len(some))}) AND state = 'LOCAL_COMMIT'"
+                # The last assignment first: MariaDB reads what an earlier one has set.
+                yield Query(
+                    f"UPDATE {OUTBOX} SET "
+                    f"state = CASE WHEN {last} THEN 'MESSAGE_ERROR' ELSE state END, "
+                    f"next_at = CASE WHEN {last} THEN 0 ELSE {now_ms} + {pause} END, "
+                    f"cause = ?, changed_at = {now_ms}, retries = retries + 1 {of_rows}",
+                    (each.cause, *some),
+                )
+                found = yield Query(f"SELECT MAX(next_at) FROM {OUTBOX} {of_rows}", some)
+                until = max(until, int(found.rows[0][0] or 0))
+        return until
+
+    def release(self) -> Steps[int]:
+        """Let held rows be sent whose time has come; return their number."""
+        found = yield Query(
+            f"UPDATE {OUTBOX} SET next_at = 0 WHERE state = 'LOCAL_COMMIT' AND next_at > 0 "
+            f"AND next_at <= {self._dialect.now_ms}{self._of_shards}"
+        )
+        return found.count
+
+    def held(self) -> Steps[dict[str | bytes, int]]:
+        """Return the order keys of held rows, and until when they are."""
+        found = yield Query(
+            f"SELECT order_key, message_key, MAX(next_at) FROM {OUTBOX} "
+            f"WHERE state = 'LOCAL_COMMIT' AND next_at > 0{self._of_shards} "
+            "GROUP BY order_key, message_key"
+        )
+        keys: dict[str | bytes, int] = {}
+        for order_key, message_key, until_ms in found.rows:
+            key = message_key if order_key is None else order_key
+            if key is not None:
+                keys[key] = max(keys.get(key, 0), int(until_ms))
+        return keys
+
+    def _set(self, change: str, condition: str, positions: Iterable[int]) -> Steps[int]:
+        """Change rows by position."""
+        dialect, count = self._dialect, 0
+        change = f"{change}, changed_at = {dialect.now_ms}"
+        if dialect is MARIADB:  # a subquery here would be executed for each row of the table
+            sql = (
+                f"UPDATE {dialect.numbers} CROSS JOIN {OUTBOX} AS kept SET {change} "
+                f"WHERE kept.position = numbers.n AND {condition}"
+            )
+        else:
+            among = f"position IN (SELECT n FROM {dialect.numbers})"
+            sql = f"UPDATE {OUTBOX} SET {change} WHERE {among} AND {condition}"
+        for piece in _pieces(positions):
+            count += (yield Query(sql, (json.dumps(piece),))).count
+        return count
+
+    # --- counts ----------------------------------------------------------------------------------
+
+    def counts(self) -> Steps[dict[str, tuple[int, float]]]:
+        """Return the number of unfinished rows and the age of the oldest one, seconds, by state."""
+        found = yield Query(
+            f"SELECT state, COUNT(*), ({self._dialect.now_ms} - MIN(created_at)) / 1000.0 "
+            f"FROM {OUTBOX} WHERE state IN ('UNKNOWN', 'LOCAL_COMMIT', 'MESSAGE_ERROR') "
+            "GROUP BY state"
+        )
+        return {state: (int(count), max(0.0, float(age_s))) for state, count, age_s in found.rows}
+
+    def waiting(self) -> Steps[int]:
+        """Return the number of rows that wait, of all shards."""
+        found = yield Query(f"SELECT COUNT(*) FROM {OUTBOX} WHERE state = 'LOCAL_COMMIT'")
+        return int(found.rows[0][0])
+
+    def causes(self, count: int) -> Steps[list[tuple[str, str]]]:
+        """Return topic and cause of rows that wait because Kafka refused them."""
+        found = yield Query(
+            f"SELECT topic, cause FROM {OUTBOX} WHERE state = 'LOCAL_COMMIT' AND next_at > 0 "
+            f"AND cause <> '' GROUP BY topic, cause LIMIT {count}"
+        )
+        return [(str(topic), str(cause)) for topic, cause in found.rows]
+
+
+def _waiting(row: Sequence[Any]) -> WaitingRow:
+    position, unit, order_key, key, size, expired = row
+    size = int(size) + len(key or b"") + _ROWS_OVERHEAD
+    return WaitingRow(int(position), unit, order_key, key, size, bool(expired))
+
+
+def _pieces(positions: Iterable[int]) -> Iterator[list[int]]:
+    piece: list[int] = []
+    for position in positions:
+        piece.append(position)
+        if len(piece) == _PIECE:
+            yield piece
+            piece = []
+    if piece:
+        yield piece

@@ -1,0 +1,307 @@
+"""The outbox as a source: rows that wait, in whole units and in the order of their keys.
+
+The position in Kafka names the rows of the last delivery. Whatever was delivered before is marked
+in the table, so nothing depends on the order in which positions are drawn or become visible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Iterable, Sequence
+from hashlib import sha256
+from itertools import groupby
+
+import msgspec
+from msgspec import Struct
+
+from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER
+from txbroker.core.records import Header, Message
+from txbroker.databases.outbox.headers import decode_headers
+from txbroker.databases.outbox.waiting import FullRow, Refused, WaitingRow, WaitingRows
+from txbroker.databases.steps import Steps
+from txbroker.errors import ConfigurationError
+from txbroker.relay.sessions import DatabaseThread
+from txbroker.relay.sink import MessagesRefused
+from txbroker.relay.source import Delivery, Refusal
+from txbroker.relay.wakeups import Wakeups
+
+_ROWS = 2000
+"""Rows of a delivery, unless a unit has more."""
+_DELIVERY_BYTES = 4 << 20
+_PIECE_BYTES, _PIECE_ROWS = 1 << 20, 2000
+
+
+class OutboxPosition(Struct, frozen=True, omit_defaults=True):
+    """The rows of a delivery, as JSON in Kafka.
+
+    Attributes:
+        identity: of the outbox table.
+        runs: first and last position of adjacent ones.
+        digest: of their ids in this order, so that rows of a restored table are not taken for them.
+    """
+
+    identity: str
+    runs: tuple[tuple[int, int], ...] = ()
+    digest: str = ""
+
+
+class Retries(Struct, frozen=True):
+    """What happens to rows that Kafka refuses: they wait `pauses_s`, the last one for all further
+    retries, and are given up after `max`."""
+
+    max: int = 10
+    pauses_s: tuple[float, ...] = (1, 2, 4, 8, 16, 32, 60)
+
+
+class OutboxDelivery(Delivery):
+    """Rows of whole units; see `Delivery`."""
+
+    def __init__(self, source: OutboxSource, rows: Sequence[WaitingRow]) -> None:
+        self._source = source
+        self.positions = array("q", (row.position for row in rows))
+        self._sizes = array("q", (row.size for row in rows))
+        self._digest = sha256()
+
+    @property
+    def position(self) -> bytes:
+        place = OutboxPosition(
+            self._source.identity, tuple(_runs(self.positions)), self._digest.hexdigest()
+        )
+        return msgspec.json.encode(place)
+
+    async def pieces(self) -> AsyncIterator[Sequence[Message]]:
+        """See `Delivery.pieces`."""
+        for positions in self._pieces():
+            rows = await self._source.fetch(positions)
+            if len(rows) != len(positions):
+                raise ConfigurationError(
+                    "rows of the outbox were deleted or changed while they were sent: leave rows "
+                    "in the state LOCAL_COMMIT to the relay, and start it again"
+                )
+            for row in rows:
+                self._digest.update(f"{row.id}\n".encode())
+            yield self._source.messages(rows)
+
+    def _pieces(self) -> Iterable[Sequence[int]]:
+        begin = size = 0
+        for end, more in enumerate(self._sizes):
+            if end > begin and (size + more > _PIECE_BYTES or end - begin == _PIECE_ROWS):
+                yield self.positions[begin:end]
+                begin, size = end, 0
+            size += more
+        yield self.positions[begin:]
+
+
+class OutboxSource:
+    """A `Source` of the rows of some shards.
+
+    Args:
+        name: the relay's, for the headers of records.
+        identity: of the outbox table.
+        rows: of the shards.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        identity: str,
+        rows: WaitingRows,
+        thread: DatabaseThread,
+        wakeups: Wakeups,
+        retries: Retries,
+    ) -> None:
+        self.identity = identity
+        self._installation = (INSTALLATION_HEADER, name.encode())
+        self._rows = rows
+        self._thread = thread
+        self._wakeups = wakeups
+        self._retries = retries
+        self._held: dict[str | bytes, int] = {}
+
+    # --- positions -----------------------------------------------------------------------------
+
+    async def resume(self, position: bytes | None) -> None:
+        """Mark the rows of the last delivery, unless they are; see `Source.resume`."""
+        if position is not None:
+            await self._thread.transaction(lambda: self._mark_last(decode_position(position)))
+        self._held = await self._thread.read(self._rows.held)
+        self._wakeups.reset()
+
+    def _mark_last(self, last: OutboxPosition) -> Steps[None]:
+        if last.identity != self.identity:
+            raise name_taken(last.identity, self.identity)
+        found = yield from self._rows.ids_waiting(_positions(last.runs))
+        if not found:
+            return
+        digest = sha256()
+        for _position, id in found:
+            digest.update(f"{id}\n".encode())
+        if digest.hexdigest() != last.digest:
+            raise ConfigurationError(
+                "the outbox table does not hold the rows of the last delivery: it was restored or "
+                "changed. Compare it with the topics (`txbroker audit outbox`), then start again "
+                "with `txbroker outbox relay --forget-position`"
+            )
+        yield from self._rows.mark([position for position, _id in found])
+
+    # --- deliveries ----------------------------------------------------------------------------
+
+    async def next(self) -> OutboxDelivery:
+        """Wait for rows; see `Source.next`."""
+        while True:
+            rows = await self._thread.read(lambda: self._rows.select(_ROWS))
+            if rows and not await self._put_off(rows):
+                await self._wakeups.found()
+                return OutboxDelivery(self, _first_units(rows))
+            if not rows and await self._wakeups.wait():
+                await self._release()
+
+    async def _put_off(self, rows: Sequence[WaitingRow]) -> bool:
+        """Return whether rows cannot be sent now: expired ones, and those of held keys."""
+        if expired := [row.position for row in rows if row.expired]:
+            await self._thread.transaction(lambda: self._rows.expire(expired))
+            return True
+        if not self._held:
+            return False
+        if await self._release():
+            return True
+        blocked = {
+            row.unit or row.position for row in rows if self._held.get(row.orders_by or b"") is not None
+        }
+        if not blocked:
+            return False
+        positions = [row.position for row in rows if (row.unit or row.position) in blocked]
+        until_ms = max(self._held.values())
+        await self._thread.transaction(lambda: self._rows.hold(positions, until_ms))
+        self._held = await self._thread.read(self._rows.held)
+        return True
+
+    async def _release(self) -> bool:
+        """Let held rows be sent whose time has come; return whether there were any."""
+        if not self._held and not self._wakeups.slow:
+            return False
+        released = await self._thread.transaction(self._rows.release)
+        if released:
+            self._held = await self._thread.read(self._rows.held)
+        return bool(released)
+
+    async def fetch(self, positions: Sequence[int]) -> list[FullRow]:
+        """Return rows with their messages."""
+        return await self._thread.read(lambda: self._rows.fetch(positions))
+
+    def messages(self, rows: Sequence[FullRow]) -> list[Message]:
+        """Return the messages of rows.
+
+        Raises:
+            MessagesRefused: another program has written what no message can be.
+        """
+        messages, refusals = [], []
+        for row in rows:
+            id: Header = (ID_HEADER, row.id.encode())
+            try:
+                headers = (self._installation, id, *decode_headers(row.headers))
+                at_ms = row.created_at if row.timestamp_ms is None else row.timestamp_ms
+                message = Message(
+                    row.topic, _bytes(row.message_key), _bytes(row.message_value), headers,
+                    row.partition_id, at_ms,
+                )
+            except (TypeError, ValueError) as error:
+                message = Message(row.topic, headers=(self._installation, id))
+                refusals.append(Refusal(message, f"the row holds no message: {error}"))
+            messages.append(message)
+        if refusals:
+            raise MessagesRefused(refusals)
+        return messages
+
+    async def delivered(self, delivery: Delivery) -> None:
+        """Mark the rows; see `Source.delivered`."""
+        assert isinstance(delivery, OutboxDelivery)
+        await self._thread.transaction(lambda: self._rows.mark(delivery.positions))
+
+    async def refused(self, delivery: Delivery, refusals: Sequence[Refusal]) -> None:
+        """Let refused rows wait, and the others of their units; see `Source.refused`."""
+        assert isinstance(delivery, OutboxDelivery)
+        by_cause = groupby(sorted(refusals, key=_cause_of), _cause_of)
+        refused = [
+            Refused([_id_of(each.message) for each in group], cause) for cause, group in by_cause
+        ]
+        pauses_ms = [round(pause_s * 1000) for pause_s in self._retries.pauses_s]
+        await self._thread.transaction(
+            lambda: self._rows.refuse(refused, self._retries.max, pauses_ms)
+        )
+        self._held = await self._thread.read(self._rows.held)
+
+    async def close(self) -> None:
+        """See `Source.close`."""
+        await self._wakeups.close()
+        await self._thread.close()
+
+
+def decode_position(position: bytes) -> OutboxPosition:
+    """Return a position of Kafka.
+
+    Raises:
+        ConfigurationError: another program wrote it, or a newer txbroker.
+    """
+    try:
+        return msgspec.json.decode(position, type=OutboxPosition)
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(
+            f"the relay's position in Kafka cannot be read ({error}): use the txbroker that wrote "
+            "it, or a newer one"
+        ) from None
+
+
+def name_taken(other: str, own: str) -> ConfigurationError:
+    """Return the error for two outboxes with one name."""
+    return ConfigurationError(
+        f"the position in Kafka is of another outbox ({other}) than this one ({own}): two relays "
+        "have one name. Give one of them another name, with `txbroker outbox create --name`"
+    )
+
+
+def _first_units(rows: Sequence[WaitingRow]) -> list[WaitingRow]:
+    """Return the rows of the first units, up to the limits of a delivery."""
+    units: set[str | int] = set()
+    size = 0
+    for row in rows:
+        unit = row.unit or row.position
+        if unit not in units and size >= _DELIVERY_BYTES:
+            break
+        units.add(unit)
+        size += row.size
+    return [row for row in rows if (row.unit or row.position) in units]
+
+
+def _runs(positions: Iterable[int]) -> Iterable[tuple[int, int]]:
+    begin = end = None
+    for position in positions:
+        if end is not None and position == end + 1:
+            end = position
+            continue
+        if begin is not None and end is not None:
+            yield begin, end
+        begin = end = position
+    if begin is not None and end is not None:
+        yield begin, end
+
+
+def _positions(runs: Iterable[tuple[int, int]]) -> Iterable[int]:
+    for begin, end in runs:
+        yield from range(begin, end + 1)
+
+
+def _bytes(value: object) -> bytes | None:
+    """Return a value that another program may have written as text."""
+    if value is None or isinstance(value, bytes):
+        return value
+    return value.encode() if isinstance(value, str) else bytes(value)  # type: ignore[call-overload]
+
+
+def _id_of(message: Message) -> str:
+    return (message.headers[1][1] or b"").decode()
+
+
+def _cause_of(refusal: Refusal) -> str:
+    return refusal.cause

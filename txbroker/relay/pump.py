@@ -1,0 +1,119 @@
+"""The loop of every relay: claim, resume, and then deliveries, each in one Kafka transaction.
+
+Kafka holds the position of the last delivery, and the source everything before: a new pump claims
+first, so that nothing more is committed by its predecessor, and only then reads the position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import structlog
+
+from txbroker.door.delivering import WriterFenced
+from txbroker.error_text import safe_repr
+from txbroker.errors import KafkaUnavailable, TxbrokerError
+from txbroker.databases.database import DatabaseUnavailable
+from txbroker.failpoints import failpoint
+from txbroker.net.timers import grown_pause_s
+from txbroker.relay.sink import MessagesRefused, RelaySink
+from txbroker.relay.source import Source
+
+T = TypeVar("T")
+log = structlog.wrap_logger(logging.getLogger(__name__))
+
+_PAUSE_S, _PAUSE_MAX_S = 0.1, 10.0
+
+
+class DeliveryRefused(TxbrokerError):
+    """Kafka refuses a message that cannot be left out: the relay waits and tries again."""
+
+
+class PumpEvents:
+    """Receives what a pump does; does nothing by itself."""
+
+    def delivered(self, messages: int) -> None:
+        """A delivery is committed, and its source knows it."""
+
+    def refused(self, messages: int, cause: str) -> None:
+        """Kafka refuses messages."""
+
+    def failed(self, error: Exception) -> None:
+        """Kafka or the database does not answer, or refuses; the pump tries again."""
+
+
+class Pump:
+    """Moves messages from a source to Kafka.
+
+    Args:
+        name: of the relay and its shard, for the log.
+    """
+
+    def __init__(self, name: str, source: Source, sink: RelaySink, events: PumpEvents) -> None:
+        self._name = name
+        self._source = source
+        self._sink = sink
+        self._events = events
+        self._failures = 0
+        self._stopping = False
+        self._waiting: asyncio.Future[Any] | None = None
+
+    def stop(self) -> None:
+        """End `run` after the delivery in flight."""
+        self._stopping = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    async def run(self) -> None:
+        """Run until `stop`, or until an error that a retry does not cure.
+
+        Raises:
+            ConfigurationError: the source cannot go on.
+            WriterFenced: another pump has claimed the position.
+        """
+        while not self._stopping:
+            try:
+                await self._source.resume(await self._sink.claim())
+                failpoint("relay.resumed")
+                while not self._stopping:
+                    await self._deliver()
+                    self._failures = 0
+            except WriterFenced:
+                raise
+            except asyncio.CancelledError:
+                if not self._stopping or self._waiting is None:
+                    raise
+            except (KafkaUnavailable, DatabaseUnavailable, DeliveryRefused) as error:
+                self._events.failed(error)
+                self._failures += 1
+                pause_s = grown_pause_s(self._failures, _PAUSE_S, _PAUSE_MAX_S)
+                log.warning("relay waits", relay=self._name, pause_s=pause_s, error=safe_repr(error))
+                await self._idle(asyncio.sleep(pause_s))
+
+    async def _idle(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for something that `stop` may cancel."""
+        self._waiting = waiting = asyncio.ensure_future(work)
+        result = await waiting
+        self._waiting = None
+        return result
+
+    async def _deliver(self) -> None:
+        delivery = await self._idle(self._source.next())
+        count = 0
+        try:
+            async for messages in delivery.pieces():
+                await self._sink.write(messages)
+                count += len(messages)
+            failpoint("relay.written")
+            await self._sink.commit(delivery.position)
+        except MessagesRefused as error:
+            self._events.refused(len(error.refusals), str(error))
+            await self._source.refused(delivery, error.refusals)
+            return
+        failpoint("relay.committed")
+        await self._source.delivered(delivery)
+        failpoint("relay.delivered")
+        self._events.delivered(count)

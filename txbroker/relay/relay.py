@@ -1,0 +1,194 @@
+"""`Relay`: delivers the rows of an outbox to Kafka, exactly once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
+
+from msgspec import Struct
+
+from txbroker.errors import ConfigurationError, TxbrokerError, needs
+from txbroker.relay.outbox import Outbox
+
+if TYPE_CHECKING:
+    from txbroker.consumer.consumer import HasConsumingDoor
+    from txbroker.contract.checks import CheckFunction
+    from txbroker.relay.running import RunningRelay
+
+_HOUR_S = 3600.0
+
+
+class StillWaiting(TxbrokerError, TimeoutError):
+    """Rows still wait after the time that was given."""
+
+
+class RelayOptions(TypedDict, total=False):
+    """The keyword arguments of `Relay`."""
+
+    check: CheckFunction | None
+    """Decides rows that stay undecided (scheme 3): called with a `CheckRequest`."""
+    check_url: str | None
+    """Instead of `check`: a URL that is asked as those of producer groups are."""
+    check_secret: str | bytes | None
+    """Signs the calls to `check_url`."""
+    check_after_s: float
+    """How long rows may be undecided before they are checked, seconds; 60 by default."""
+    check_interval_s: float
+    """Between checks of a row, seconds; 30 by default. After 15 checks it is a MESSAGE_ERROR."""
+    retries_max: int
+    """How often a row that Kafka refuses is sent again; then it is a MESSAGE_ERROR. 10 by default:
+    about five minutes."""
+    keep_s: float
+    """How long finished rows are kept, seconds; a day by default. They are deleted in small
+    batches."""
+    shards: int | None
+    """1, 2, 4, 8 or 16: how many relays can work at the same time. The number is stored in the
+    database; None takes that."""
+    lease_s: float
+    """A relay without a sign of life for this time is replaced; 10 by default."""
+    topic_prefix: str
+    """Of the topic of positions, `PREFIX.relay`; `txbroker` by default."""
+    security: Mapping[str, Any] | None
+    """Settings of the connection to Kafka, named as the proxy's; see `ConsumerOptions`."""
+
+
+class RelaySettings(Struct, frozen=True, kw_only=True):
+    """The options with their defaults; see `RelayOptions`."""
+
+    check: Any = None
+    check_url: str | None = None
+    check_secret: str | bytes | None = None
+    check_after_s: float = 60.0
+    check_interval_s: float = 30.0
+    retries_max: int = 10
+    keep_s: float = 24 * _HOUR_S
+    shards: int | None = None
+    lease_s: float = 10.0
+    topic_prefix: str = "txbroker"
+    security: Mapping[str, Any] | None = None
+
+    @property
+    def positions(self) -> str:
+        """The topic of positions."""
+        return f"{self.topic_prefix}.relay"
+
+    def validate(self) -> None:
+        """Check the options.
+
+        Raises:
+            ConfigurationError
+        """
+        if self.check is not None and self.check_url is not None:
+            raise ConfigurationError("Relay: give check or check_url, not both")
+        if self.check is not None and not callable(self.check):
+            raise ConfigurationError(f"Relay: check is a function, not {self.check!r}")
+        if self.check_secret is not None and self.check_url is None:
+            raise ConfigurationError("Relay: check_secret is for check_url: give that, too")
+        if self.shards not in (None, 1, 2, 4, 8, 16):
+            raise ConfigurationError(f"Relay: shards is 1, 2, 4, 8 or 16, not {self.shards!r}")
+        least = {"check_after_s": 0, "check_interval_s": 0.01, "keep_s": 0, "lease_s": 1}
+        for name, minimum in least.items():
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not minimum <= value < math.inf:
+                raise ConfigurationError(f"Relay: {name} is at least {minimum}, not {value!r}")
+        if type(self.retries_max) is not int or self.retries_max < 1:
+            raise ConfigurationError(
+                f"Relay: retries_max is a whole number above 0, not {self.retries_max!r}"
+            )
+
+
+class Relay:
+    """Delivers the rows of an outbox: `async with Relay(outbox, "kafka:9092") as relay: …`.
+
+    Each delivery is one Kafka transaction of messages and their position, so that consumers with
+    `isolation.level=read_committed` see each committed row once, whatever crashes. Several relays
+    of one outbox, in any processes, share its shards.
+
+    Args:
+        kafka: bootstrap servers, `host:port`, several separated by commas; or a broker of
+            `txbroker.testing`.
+        options: see `RelayOptions`.
+
+    Raises:
+        ConfigurationError: the options contradict each other.
+    """
+
+    def __init__(
+        self, outbox: Outbox, kafka: str | HasConsumingDoor, **options: Unpack[RelayOptions]
+    ) -> None:
+        if not isinstance(outbox, Outbox):
+            raise ConfigurationError(f"Relay({outbox!r}, …): give an Outbox of txbroker.relay")
+        try:
+            self._settings = RelaySettings(**options)
+        except TypeError as error:
+            raise ConfigurationError(f"unknown option of Relay: {error}") from None
+        self._settings.validate()
+        self._outbox = outbox
+        self._kafka = kafka
+        self._running: RunningRelay | None = None
+
+    async def start(self) -> None:
+        """Connect, create the topic of positions if it is missing, and begin; `async with` does it.
+
+        Raises:
+            ConfigurationError: something is missing or not permitted; names the next step.
+            DatabaseUnavailable, KafkaUnavailable: no answer.
+        """
+        if self._running is not None:
+            raise ConfigurationError("a relay starts once: make another one")
+        with needs("relay"):
+            from txbroker.relay.running import RunningRelay
+        self._running = RunningRelay(self._outbox, self._kafka, self._settings)
+        await self._running.start()
+
+    async def close(self) -> None:
+        """End after the deliveries in flight, and release the shards."""
+        if self._running is not None:
+            await self._running.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+        if exc is None and self._running is not None:
+            self._running.check()
+
+    @property
+    def _started(self) -> RunningRelay:
+        if self._running is None:
+            raise ConfigurationError("the relay is not started: use `async with` or `start`")
+        return self._running
+
+    async def run(self) -> None:
+        """Run until an error that a retry does not cure, and raise it.
+
+        Raises:
+            ConfigurationError: another relay has the name, or the tables or topics were changed.
+        """
+        await self._started.run()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until no committed row waits, whichever relay delivers it.
+
+        Raises:
+            StillWaiting: rows still wait after `timeout_s` seconds; names the reason.
+            ConfigurationError: the relay has stopped.
+        """
+        await self._started.drain(timeout_s)
+
+    def statistics(self) -> Mapping[str, float]:
+        """Return the figures of this relay by the name of their metric, see `collector`."""
+        return self._started.statistics()
+
+    def collector(self) -> Any:
+        """Return its metrics for `prometheus_client.REGISTRY.register`."""
+        return self._started.collector()
