@@ -15,21 +15,17 @@ import structlog
 
 from txbroker.door.delivering import WriterFenced
 from txbroker.error_text import safe_repr
-from txbroker.errors import KafkaUnavailable, TxbrokerError
+from txbroker.errors import KafkaUnavailable
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.net.timers import grown_pause_s
 from txbroker.relay.sink import MessagesRefused, RelaySink
-from txbroker.relay.source import Source
+from txbroker.relay.source import DeliveryRefused, Source
 
 T = TypeVar("T")
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _PAUSE_S, _PAUSE_MAX_S = 0.1, 10.0
-
-
-class DeliveryRefused(TxbrokerError):
-    """Kafka refuses a message that cannot be left out: the relay waits and tries again."""
 
 
 class PumpEvents:
@@ -90,7 +86,9 @@ class Pump:
                 self._events.failed(error)
                 self._failures += 1
                 pause_s = grown_pause_s(self._failures, _PAUSE_S, _PAUSE_MAX_S)
-                log.warning("relay waits", relay=self._name, pause_s=pause_s, error=safe_repr(error))
+                log.warning(
+                    "relay waits", relay=self._name, pause_s=pause_s, error=safe_repr(error)
+                )
                 await self._idle(asyncio.sleep(pause_s))
 
     async def _idle(self, work: Coroutine[Any, Any, T]) -> T:

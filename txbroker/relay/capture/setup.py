@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
@@ -40,10 +41,18 @@ class Step(Struct, frozen=True):
 class CaptureSetup(Protocol[D]):
     """The functions of the modules `postgres_setup`, `mariadb_setup` and `sqlite`.
 
+    Except for `keys`, the tables of the mapping have their keys.
+
     Raises:
         DatabaseUnavailable
         ConfigurationError: a right is missing even to look.
     """
+
+    async def keys(
+        self, mapping: CaptureMapping, database: D
+    ) -> Mapping[tuple[str, str], Sequence[str]]:
+        """Return the columns of the primary key by schema and table, () without one, of those
+        tables of the mapping that exist."""
 
     async def plan(self, mapping: CaptureMapping, database: D) -> list[Step]:
         """Return what `apply` would do; change nothing."""
