@@ -72,6 +72,16 @@ _OPERATIONS: Mapping[type, Operation] = {
 logging.getLogger("pymysqlreplication").setLevel(logging.ERROR)
 
 
+class ChangesLost(ConfigurationError):
+    """What follows the position cannot be read: changes are lost."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(
+            f"{name}: {problem}; to go on with the changes from now on, start with on_gap=skip, "
+            "and fill in what changed before"
+        )
+
+
 class Committed(Struct, frozen=True, gc=False):
     """The end of a transaction, and the position after it."""
 
@@ -209,12 +219,12 @@ class Binlog:
             raise DatabaseUnavailable(f"{self._name}: the server has ended the binary log")
         return event
 
-    def _unreadable(self, error: Exception) -> ConfigurationError:
+    def _unreadable(self, error: Exception) -> ChangesLost:
         after = ",".join(self._position.values()) or "the start"
-        return ConfigurationError(
-            f"{self._name}: an event of the binary log after {after} cannot be read: "
-            f"{type(error).__name__}: {error}: report it; a capture with another name begins after "
-            "this event"
+        return ChangesLost(
+            self._name,
+            f"an event of the binary log after {after} cannot be read: {type(error).__name__}: "
+            f"{error}: report it",
         )
 
     def _explained(self, error: pymysql.MySQLError) -> Exception:
@@ -226,11 +236,11 @@ class Binlog:
         if number != _PURGED:
             return DatabaseUnavailable(f"{self._name}: {text or error}")
         if "purged" in text:
-            return ConfigurationError(
-                f"{self._name}: the binary log no longer has what follows the position "
-                f"{','.join(self._position.values())}, so changes are lost: copy the tables "
-                "again to the topics, and capture under another name; keep the log longer with "
-                "binlog_expire_logs_seconds"
+            return ChangesLost(
+                self._name,
+                "the binary log no longer has what follows the position "
+                f"{','.join(self._position.values())}: keep it longer with "
+                "binlog_expire_logs_seconds",
             )
         if "not in the master's binlog" in text:
             return unknown_position(self._name, ",".join(self._position.values()))
@@ -249,18 +259,19 @@ class Binlog:
 
     def _check_known(self, event: NotImplementedEvent) -> None:
         if event.event_type in _COMPRESSED:
-            raise ConfigurationError(
-                f"{self._name}: the binary log has compressed events, which a capture cannot read: "
-                "SET GLOBAL log_bin_compress = OFF; a capture with another name begins after them"
+            raise ChangesLost(
+                self._name,
+                "the binary log has compressed events, which a capture cannot read: SET GLOBAL "
+                "log_bin_compress = OFF",
             )
 
     def _refuse_xa(self, event: RowsEvent, info: TransactionInfo) -> None:
         if (event.schema, event.table) in self._tables:
-            raise ConfigurationError(
-                f"{self._name}: XA transaction {info.id} changes {event.schema}.{event.table}; "
-                "whether it is committed is unknown when the binary log shows its rows, so a "
-                "capture cannot read it: use no XA transactions on captured tables; a capture with "
-                "another name begins after it"
+            raise ChangesLost(
+                self._name,
+                f"XA transaction {info.id} changes {event.schema}.{event.table}; whether it is "
+                "committed is unknown when the binary log shows its rows, so a capture cannot read "
+                "it: use no XA transactions on captured tables",
             )
 
     def _statement(self, event: QueryEvent, info: TransactionInfo) -> Iterator[Change]:
@@ -272,16 +283,17 @@ class Binlog:
             if (named, truncated[2].strip("`")) in self._tables:
                 yield Change(named, truncated[2].strip("`"), "truncate")
         elif text.startswith("ROLLBACK") and self._ours:
-            raise ConfigurationError(
-                f"{self._name}: transaction {info.id} was rolled back in part, and the binary log "
-                "has its rows, because it also changed tables of engines without transactions: "
-                "change them with ALTER TABLE … ENGINE=InnoDB"
+            raise ChangesLost(
+                self._name,
+                f"transaction {info.id} was rolled back in part, and the binary log has its rows, "
+                "because it also changed tables of engines without transactions: change them with "
+                "ALTER TABLE … ENGINE=InnoDB",
             )
         elif _STATEMENT.match(text) and self._concerns(schema, text):
-            raise ConfigurationError(
-                f"{self._name}: transaction {info.id} is in the binary log as the statement "
-                f"{text.strip()[:60]!r}, not as rows: let no session change binlog_format; a "
-                "capture with another name begins after it"
+            raise ChangesLost(
+                self._name,
+                f"transaction {info.id} is in the binary log as the statement "
+                f"{text.strip()[:60]!r}, not as rows: let no session change binlog_format",
             )
 
     def _concerns(self, schema: str, text: str) -> bool:
@@ -339,19 +351,19 @@ def _check_whole(name: str, event: RowsEvent) -> None:
     every = (1 << event.number_of_columns) - 1
     for bitmap in (event.columns_present_bitmap, getattr(event, "columns_present_bitmap2", None)):
         if bitmap is not None and int.from_bytes(bitmap, "little") & every != every:
-            raise ConfigurationError(
-                f"{name}: the binary log has rows of {event.schema}.{event.table} without all "
-                "columns: set binlog_row_image = FULL, and let no session change it; a capture "
-                "with another name begins after these rows"
+            raise ChangesLost(
+                name,
+                f"the binary log has rows of {event.schema}.{event.table} without all columns: set "
+                "binlog_row_image = FULL, and let no session change it",
             )
 
 
 def unknown_position(name: str, position: str) -> ConfigurationError:
     """Return the error of a server that has never had a position."""
-    return ConfigurationError(
-        f"{name}: this server does not know the position {position}: it is another server, its "
-        "binary log was reset, or it was restored from a backup; connect to the server that has "
-        "it, or copy the tables again to the topics and capture under another name"
+    return ChangesLost(
+        name,
+        f"this server does not know the position {position}: it is another server, its binary log "
+        "was reset, or it was restored from a backup: connect to the server that has it",
     )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Literal
 
+import structlog
 from msgspec import Struct
 
 from txbroker.core.records import Message
@@ -18,14 +20,16 @@ from txbroker.errors import ConfigurationError
 from txbroker.relay.capture import mariadb_setup
 from txbroker.relay.capture.binlog import (
     HEARTBEAT_S,
-    Alive,
     Binlog,
+    ChangesLost,
     Committed,
     check_position,
 )
 from txbroker.relay.capture.binlog_values import BYTE_TYPES
 from txbroker.relay.capture.changes import CaptureMapping, Change, TransactionInfo
 from txbroker.relay.source import Delivery, DeliveryRefused, Refusal
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
 
 PIECE_BYTES = 1 << 20
 """Of a transaction in one piece, and of small ones in one delivery."""
@@ -114,8 +118,7 @@ class _Reader:
         last_s, skipped = time.monotonic(), None
         convert = self._mapping.messages
         for event in self._binlog.read():
-            kind = type(event)
-            if kind is Change:
+            if isinstance(event, Change):
                 assert info is not None
                 for message in convert(info, number, event):
                     messages.append(message)
@@ -124,9 +127,9 @@ class _Reader:
                 if size >= PIECE_BYTES:
                     self._put(_Piece(messages, size, None))
                     messages, size, begun = [], 0, True
-            elif kind is TransactionInfo:
+            elif isinstance(event, TransactionInfo):
                 info, number, begun = event, 0, False
-            elif kind is Committed:
+            elif isinstance(event, Committed):
                 if messages or begun:
                     self._put(_Piece(messages, size, event.position))
                     messages, size, skipped, last_s = [], 0, None, time.monotonic()
@@ -182,11 +185,23 @@ class _Delivery:
 
 
 class MariadbSource:
-    """The changes of a MariaDB's tables; see `Source`. Positions are GTIDs, one for each domain."""
+    """The changes of a MariaDB's tables; see `Source`. Positions are GTIDs, one for each domain.
 
-    def __init__(self, mapping: CaptureMapping, database: MariaDB) -> None:
+    Args:
+        on_gap: "skip": where changes were lost, go on at the end of the log, instead of stopping.
+    """
+
+    def __init__(
+        self,
+        mapping: CaptureMapping,
+        database: MariaDB,
+        *,
+        on_gap: Literal["stop", "skip"] = "stop",
+    ) -> None:
         self._mapping = mapping
         self._database = database
+        self._skips_gaps = on_gap == "skip"
+        self._gap = False
         self._reader: _Reader | None = None
 
     async def resume(self, position: bytes | None) -> None:
@@ -204,15 +219,31 @@ class MariadbSource:
                 f"{database.name}: nothing records where capture {mapping.name} begins: run "
                 "`txbroker capture apply FILE` first"
             )
-        check_position(database.name, start, facts.settings["gtid_binlog_state"])
+        try:
+            check_position(database.name, start, facts.settings["gtid_binlog_state"])
+        except ChangesLost as error:
+            self._lost(error)
+        if self._gap:
+            start = facts.settings["gtid_binlog_pos"]
+            log.warning("capture skips changes", capture=mapping.name, position=start)
+        self._gap = False
         binlog = Binlog(database, facts.byte_types(BYTE_TYPES), start)
         self._reader = _Reader(binlog, mapping)
+
+    def _lost(self, error: ChangesLost) -> None:
+        if not self._skips_gaps:
+            raise error
+        self._gap = True
 
     async def next(self) -> Delivery:
         """Wait for committed transactions."""
         if self._reader is None:
             raise DatabaseUnavailable(f"{self._database.name}: the source was not resumed")
-        await self._reader.wait()
+        try:
+            await self._reader.wait()
+        except ChangesLost as error:
+            self._lost(error)
+            raise DatabaseUnavailable(str(error)) from error
         return _Delivery(self._reader)
 
     async def delivered(self, delivery: Delivery) -> None:

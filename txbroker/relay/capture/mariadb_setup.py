@@ -35,7 +35,7 @@ _SETTINGS = {
     "log_bin_compress": ("0", "OFF"),
 }
 """What the server shows, and what to set."""
-_FACTS = (*_SETTINGS, "gtid_binlog_state", "binlog_expire_logs_seconds")
+_FACTS = (*_SETTINGS, "gtid_binlog_pos", "gtid_binlog_state", "binlog_expire_logs_seconds")
 _VERSION_MIN = (10, 6)
 _KEPT_S_MIN = 86_400
 _STRANGE = re.compile(r"COMPRESSED|mariadb-5\.3", re.IGNORECASE)
@@ -120,6 +120,31 @@ def refusals(mapping: CaptureMapping, facts: Facts) -> list[str]:
 
 
 # --- steps -----------------------------------------------------------------------------------
+
+
+async def keys(
+    mapping: CaptureMapping, database: MariaDB
+) -> dict[tuple[str, str], tuple[str, ...]]:
+    """Return the columns of primary keys; see `setup.CaptureSetup`."""
+    with database.explained():
+        return await database.apart_async(_keys(mapping))
+
+
+def _keys(mapping: CaptureMapping) -> Steps[dict[tuple[str, str], tuple[str, ...]]]:
+    found = {}
+    for table in mapping.tables:
+        columns = yield Query(
+            "SELECT c.column_name, s.seq_in_index FROM information_schema.columns c "
+            "LEFT JOIN information_schema.statistics s ON s.table_schema = c.table_schema "
+            "AND s.table_name = c.table_name AND s.column_name = c.column_name "
+            "AND s.index_name = 'PRIMARY' WHERE c.table_schema = ? AND c.table_name = ? "
+            "ORDER BY s.seq_in_index",
+            (table.schema, table.table),
+        )
+        if columns.rows:
+            key = tuple(row[0] for row in columns.rows if row[1] is not None)
+            found[table.schema, table.table] = key
+    return found
 
 
 async def plan(mapping: CaptureMapping, database: MariaDB) -> list[Step]:
