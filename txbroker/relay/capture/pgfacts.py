@@ -44,11 +44,17 @@ SELECT n.nspname, c.relname, c.relkind, c.relpersistence, pg_has_role(c.relowner
     AND NOT attisdropped AND attgenerated = ''),
   ARRAY(SELECT attname::text FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0
     AND NOT attisdropped AND attgenerated <> ''),
+  ARRAY(SELECT a.attname::text FROM pg_index i
+    CROSS JOIN unnest(i.indkey) WITH ORDINALITY AS k (attnum, n)
+    JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = k.attnum
+    WHERE i.indrelid = c.oid AND i.indisprimary AND k.n <= i.indnkeyatts ORDER BY k.n),
   leaf.relreplident,
-  ARRAY(SELECT a.attname::text FROM pg_index i JOIN pg_attribute a
-    ON a.attrelid = leaf.oid AND a.attnum = ANY (i.indkey)
-    WHERE i.indrelid = leaf.oid AND ((leaf.relreplident = 'd' AND i.indisprimary)
-      OR (leaf.relreplident = 'i' AND i.indisreplident)))
+  ARRAY(SELECT a.attname::text FROM pg_index i
+    CROSS JOIN unnest(i.indkey) WITH ORDINALITY AS k (attnum, n)
+    JOIN pg_attribute a ON a.attrelid = leaf.oid AND a.attnum = k.attnum
+    WHERE i.indrelid = leaf.oid AND k.n <= i.indnkeyatts
+      AND ((leaf.relreplident = 'd' AND i.indisprimary)
+        OR (leaf.relreplident = 'i' AND i.indisreplident)))
 FROM unnest(CAST(? AS text[]), CAST(? AS text[])) AS wanted (nspname, relname)
 JOIN pg_namespace n ON n.nspname = wanted.nspname
 JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = wanted.relname
@@ -96,6 +102,7 @@ class Table(Struct, frozen=True):
 
     Attributes:
         kind, persistence: as `pg_class` has them.
+        primary: columns of the primary key, in its order.
         identity: columns of the replica identity that each change has.
         full: each change has the old row.
     """
@@ -105,6 +112,7 @@ class Table(Struct, frozen=True):
     owned: bool
     columns: tuple[str, ...]
     generated: tuple[str, ...]
+    primary: tuple[str, ...]
     identity: frozenset[str]
     full: bool
 
@@ -190,14 +198,21 @@ def _slot(row: Any) -> Slot:
 
 def _tables(rows: Any) -> dict[tuple[str, str], Table]:
     found: dict[tuple[str, str], Table] = {}
-    for schema, name, kind, persistence, owned, columns, generated, identity, key in rows:
+    for schema, name, kind, persistence, owned, columns, generated, primary, identity, key in rows:
         full = identity == "f"
-        keys = frozenset(columns if full else key)
+        of_each = frozenset(columns if full else key)
         earlier = found.get((schema, name))
         if earlier is not None:  # another partition
-            full, keys = full and earlier.full, keys & earlier.identity
+            full, of_each = full and earlier.full, of_each & earlier.identity
         found[schema, name] = Table(
-            kind, persistence, owned, tuple(columns), tuple(generated), keys, full
+            kind,
+            persistence,
+            owned,
+            tuple(columns),
+            tuple(generated),
+            tuple(primary),
+            of_each,
+            full,
         )
     return found
 

@@ -52,6 +52,7 @@ _RECORD_BYTES = 100
 _BUSY_FRAMES = 500  # then other tasks run
 _STRUCTURE = b"CR"
 """Messages that count in a transaction that is passed over: a table is described only once."""
+_ID_PARTS = 3  # two of the LSN, and a number; a change may become several records
 _RELEASED_S = 2.0
 _POLL_S = 0.05
 _HELD = """
@@ -278,8 +279,8 @@ class PostgresSource:
     async def refused(self, delivery: Delivery, refusals: Sequence[Refusal]) -> None:
         """Raise: a transaction is delivered whole."""
         message, cause = refusals[0]
-        ids = [value for name, value in message.headers if name == ID_HEADER]
-        change_id = (ids[0] or b"").decode() if ids else ""
+        record_id = dict(message.headers).get(ID_HEADER) or b""
+        change_id = "/".join(record_id.decode().split("/")[:_ID_PARTS])
         raise DeliveryRefused(
             f"Kafka refuses change {change_id} for topic {message.topic}: {cause}: correct the "
             f"topic; to leave this change out, run with skip={change_id}"
