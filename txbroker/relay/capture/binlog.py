@@ -358,6 +358,15 @@ def _check_whole(name: str, event: RowsEvent) -> None:
             )
 
 
+def includes(position: str, other: str) -> bool:
+    """Return whether a position includes another one."""
+    own = gtids(position)
+    return all(
+        domain in own and int(own[domain].split("-")[2]) >= int(gtid.split("-")[2])
+        for domain, gtid in gtids(other).items()
+    )
+
+
 def unknown_position(name: str, position: str) -> ConfigurationError:
     """Return the error of a server that has never had a position."""
     return ChangesLost(

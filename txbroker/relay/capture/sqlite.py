@@ -7,6 +7,7 @@ so all rows of one transaction have the same unit, and become visible together.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct
@@ -226,7 +227,7 @@ def _insert(writer: TableWriter, operation: Operation, row: str, columns: Sequen
     if writer.key_as_text:
         key = f"CAST({_json_value(row, writer.key[0])} AS TEXT)"
     else:
-        key = _json_object(row, writer.key)
+        key = _object(row, writer.key)
     headers = [*(_text(value.decode()) for _, value in writer.headers if value is not None)]
     names = [name for name, _ in writer.headers]
     for name, column in writer.header_columns:
@@ -247,26 +248,34 @@ def _value(writer: TableWriter, operation: Operation, row: str, columns: Sequenc
         return "NULL"
     if writer.column is not None:
         return f"CAST({row}.{_quoted(writer.column)} AS BLOB)"
-    before = after = "NULL"
+    before = after = "'null'"
     if operation == "delete":
-        before = _json_object("OLD", columns if writer.before else writer.key)
+        before = _object("OLD", columns if writer.before else writer.key)
     else:
-        after = _json_object("NEW", columns)
+        after = _object("NEW", columns)
         if operation == "update" and writer.before:
-            before = _json_object("OLD", columns)
-    source = (
-        f"json_object('kind', 'sqlite', 'capture', {_text(writer.name)}, 'schema', 'main', "
-        f"'table', {_text(writer.table)})"
+            before = _object("OLD", columns)
+    source = {"kind": "sqlite", "capture": writer.name, "schema": "main", "table": writer.table}
+    parts = (
+        _text(f'{{"operation":"{operation}","before":'),
+        before,
+        _text(',"after":'),
+        after,
+        _text(',"time_ms":'),
+        SQLITE.now_ms,
+        _text(f',"source":{json.dumps(source)}}}'),
     )
-    return (
-        f"CAST(json_object('operation', '{operation}', 'before', {before}, 'after', {after}, "
-        f"'time_ms', {SQLITE.now_ms}, 'source', {source}) AS BLOB)"
-    )
+    return f"CAST({' || '.join(parts)} AS BLOB)"
 
 
-def _json_object(row: str, columns: Sequence[str]) -> str:
-    pairs = ", ".join(f"{_text(each)}, {_json_value(row, each)}" for each in columns)
-    return f"json_object({pairs})"
+def _object(row: str, columns: Sequence[str]) -> str:
+    """Return SQL of a JSON object, as text: `json_object` takes at most 63 columns."""
+    members = [
+        f"{_text(('{' if number == 0 else ',') + json.dumps(each) + ':')} || "
+        f"json_quote({_json_value(row, each)})"
+        for number, each in enumerate(columns)
+    ]
+    return f"{' || '.join(members)} || '}}'"
 
 
 def _json_value(row: str, column: str) -> str:
