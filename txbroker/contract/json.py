@@ -9,7 +9,7 @@ import base64
 import binascii
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
@@ -96,7 +96,7 @@ def message_to_json(message: Message) -> JsonObject:
     else:
         _show(shown, "value", message.value)
     if message.headers:
-        shown["headers"] = [[name, _header_value(value)] for name, value in message.headers]
+        shown["headers"] = headers_to_json(message.headers)
     if message.partition is not None:
         shown["partition"] = message.partition
     if message.timestamp_ms is not None:
@@ -109,6 +109,11 @@ def _show(shown: JsonObject, name: str, value: bytes) -> None:
         shown[name] = value.decode()
     except UnicodeDecodeError:
         shown[f"{name}_base64"] = base64.b64encode(value).decode()
+
+
+def headers_to_json(headers: Iterable[Header]) -> list[list[Any]]:
+    """Return headers as JSON: pairs of a name, and text, null or `{"base64": text}`."""
+    return [[name, _header_value(value)] for name, value in headers]
 
 
 def _header_value(value: bytes | None) -> str | dict[str, str] | None:
@@ -229,7 +234,7 @@ def message_from_json(obj: object, path: str = "message") -> Message:
         topic=_topic(obj, path),
         key=_key(obj, path),
         value=_value(obj, path),
-        headers=_headers(obj.get("headers"), f"{path}.headers"),
+        headers=headers_from_json(obj.get("headers"), f"{path}.headers"),
         partition=_integer(obj, "partition", TARGET_PARTITION_MAX, path),
         timestamp_ms=_integer(obj, "timestamp_ms", TIMESTAMP_MS_MAX, path),
     )
@@ -301,7 +306,12 @@ def _base64(text: str, path: str) -> bytes:
         raise MessageError(path, "is not base64 (standard alphabet, with padding)") from None
 
 
-def _headers(given: object, path: str) -> tuple[Header, ...]:
+def headers_from_json(given: object, path: str = "headers") -> tuple[Header, ...]:
+    """Return headers from decoded JSON: an object, or a list of pairs.
+
+    Raises:
+        MessageError
+    """
     if given is None:
         return ()
     if isinstance(given, Mapping):

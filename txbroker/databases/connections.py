@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Awaitable, Callable
 from inspect import iscoroutinefunction
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from txbroker.databases.database import Database
 from txbroker.databases.dialect import SQLITE, Fault, dialect_named
@@ -37,11 +37,84 @@ _LOOK_S = 0.4
 _ASYNCPG_STYLE = "numeric_dollar"
 
 
-def run_on(database: Database, connection: Any, steps: Steps[T], tables: TableSet = CONSUMING) -> T:
-    """Execute steps in the open transaction of a caller's connection, and return their result.
+class Joined(NamedTuple):
+    """The open transaction of a caller's connection.
+
+    Attributes:
+        driver: the driver's own connection.
+        execute: executes a statement in the transaction.
+    """
+
+    database: Database
+    tables: TableSet
+    driver: Any
+    execute: Execute
+
+    def run(self, steps: Steps[T]) -> T:
+        """Execute steps in the transaction, and return their result. See `run_on` for errors."""
+
+        def step(query: Query) -> Result:
+            if query.apart:
+                return self.database.apart(one(query), _LOOK_S)
+            return self.execute(query)
+
+        try:
+            return run(steps, step)
+        except Exception as error:
+            if _lasting(self.database, error):
+                raise self.database.explain(error, self.tables) from error
+            raise
+
+
+class JoinedAsync(NamedTuple):
+    """`Joined` for asyncio."""
+
+    database: Database
+    tables: TableSet
+    driver: Any
+    execute: ExecuteAsync
+
+    async def run(self, steps: Steps[T]) -> T:
+        """Execute steps in the transaction, and return their result. See `run_on` for errors."""
+
+        async def step(query: Query) -> Result:
+            if query.apart:
+                return await self.database.apart_async(one(query), _LOOK_S)
+            return await self.execute(query)
+
+        try:
+            return await run_async(steps, step)
+        except Exception as error:
+            if _lasting(self.database, error):
+                raise self.database.explain(error, self.tables) from error
+            raise
+
+
+def join(database: Database, connection: Any, tables: TableSet = CONSUMING) -> Joined:
+    """Return the open transaction of a connection.
 
     Args:
-        tables: that the steps use.
+        tables: that are to be used.
+
+    Raises:
+        ConfigurationError, DatabaseUnavailable: see `run_on`.
+    """
+    if tables.name not in database.prepared:
+        database.prepare(tables)
+    return Joined(database, tables, *_plain(connection, database))
+
+
+async def join_async(
+    database: Database, connection: Any, tables: TableSet = CONSUMING
+) -> JoinedAsync:
+    """`join` for asyncio."""
+    if tables.name not in database.prepared:
+        await database.prepare_async(tables)
+    return JoinedAsync(database, tables, *await _asynchronous(connection, database))
+
+
+def run_on(database: Database, connection: Any, steps: Steps[T]) -> T:
+    """Execute steps in the open transaction of a caller's connection, and return their result.
 
     Raises:
         ConfigurationError: nothing was written: no transaction is open, the connection is
@@ -49,38 +122,12 @@ def run_on(database: Database, connection: Any, steps: Steps[T], tables: TableSe
         DatabaseUnavailable: the tables cannot be checked.
         Exception: the driver's.
     """
-    if tables.name not in database.prepared:
-        database.prepare(tables)
-    execute = _plain(connection, database)
-
-    def step(query: Query) -> Result:
-        return database.apart(one(query), _LOOK_S) if query.apart else execute(query)
-
-    try:
-        return run(steps, step)
-    except Exception as error:
-        if _lasting(database, error):
-            raise database.explain(error, tables) from error
-        raise
+    return join(database, connection).run(steps)
 
 
-async def run_on_async(
-    database: Database, connection: Any, steps: Steps[T], tables: TableSet = CONSUMING
-) -> T:
+async def run_on_async(database: Database, connection: Any, steps: Steps[T]) -> T:
     """`run_on` for asyncio: for connections whose statements are awaited."""
-    if tables.name not in database.prepared:
-        await database.prepare_async(tables)
-    execute = await _asynchronous(connection, database)
-
-    async def step(query: Query) -> Result:
-        return await (database.apart_async(one(query), _LOOK_S) if query.apart else execute(query))
-
-    try:
-        return await run_async(steps, step)
-    except Exception as error:
-        if _lasting(database, error):
-            raise database.explain(error, tables) from error
-        raise
+    return await (await join_async(database, connection)).run(steps)
 
 
 def _lasting(database: Database, error: Exception) -> bool:
@@ -91,8 +138,9 @@ def _lasting(database: Database, error: Exception) -> bool:
 # --- plain connections -----------------------------------------------------------------------
 
 
-def _plain(connection: Any, database: Database) -> Execute:
-    """Return the function that executes statements in the open transaction of a connection."""
+def _plain(connection: Any, database: Database) -> tuple[Any, Execute]:
+    """Return the driver's connection, and the function that executes statements in its open
+    transaction."""
     driver = driver_of(connection)
     if driver == "asyncpg" or iscoroutinefunction(getattr(type(connection), "execute", None)):
         raise ConfigurationError(
@@ -107,7 +155,7 @@ def _plain(connection: Any, database: Database) -> Execute:
     return _driver(inner, database)
 
 
-def _driver(connection: Any, database: Database) -> Execute:
+def _driver(connection: Any, database: Database) -> tuple[Any, Execute]:
     if not hasattr(connection, "cursor"):
         raise ConfigurationError(
             f"{_name(connection)} is no connection: pass one of a DB-API driver, SQLAlchemy or "
@@ -117,7 +165,7 @@ def _driver(connection: Any, database: Database) -> Execute:
     style = _style(connection, database)
     if not _joins(connection, database, style):
         raise _outside(database, "BEGIN a transaction first")
-    return lambda query: execute(connection, query, style)
+    return connection, lambda query: execute(connection, query, style)
 
 
 def _joins(connection: Any, database: Database, style: str) -> bool:
@@ -152,22 +200,22 @@ def _style(connection: Any, database: Database) -> str:
     return str(getattr(module, "paramstyle", "") or database.style)
 
 
-def _django(connection: Any, database: Database) -> Execute:
+def _django(connection: Any, database: Database) -> tuple[Any, Execute]:
     _check_dialect(connection, connection.vendor, database)
     if not connection.in_atomic_block and connection.get_autocommit():
         raise _outside(database, "use `with transaction.atomic():`")
-    return lambda query: execute(connection, query, "format")
+    return connection.connection, lambda query: execute(connection, query, "format")
 
 
 # --- SQLAlchemy ------------------------------------------------------------------------------
 
 
-def _sqlalchemy(connection: Any, database: Database) -> Execute:
+def _sqlalchemy(connection: Any, database: Database) -> tuple[Any, Execute]:
     from sqlalchemy.engine import Connection
 
     inner = connection if isinstance(connection, Connection) else connection.connection()
     join_sqlalchemy(inner, database)
-    return lambda query: execute_sqlalchemy(inner, query)
+    return driver_connection(inner), lambda query: execute_sqlalchemy(inner, query)
 
 
 def join_sqlalchemy(connection: Any, database: Database) -> None:
@@ -210,7 +258,7 @@ def execute_sqlalchemy(connection: Any, query: Query) -> Result:
 # --- asynchronous connections ----------------------------------------------------------------
 
 
-async def _asynchronous(connection: Any, database: Database) -> ExecuteAsync:
+async def _asynchronous(connection: Any, database: Database) -> tuple[Any, ExecuteAsync]:
     """`_plain` for asyncio."""
     driver = driver_of(connection)
     coroutines = iscoroutinefunction(getattr(type(connection), "execute", None))
@@ -220,28 +268,29 @@ async def _asynchronous(connection: Any, database: Database) -> ExecuteAsync:
         _check_dialect(connection, _DIALECTS[driver], database)
         if not in_transaction(connection):
             raise _outside(database, "use `async with connection.transaction():`")
-        return lambda query: _execute_asyncpg(connection, query)
+        return connection, lambda query: _execute_asyncpg(connection, query)
     if driver == "psycopg" and coroutines:
         from txbroker.databases.postgres import execute_async
 
         _check_dialect(connection, _DIALECTS[driver], database)
         if not in_transaction(connection) and autocommits(connection):
             raise _outside(database, "use `async with connection.transaction():`")
-        return lambda query: execute_async(connection, query)
+        return connection, lambda query: execute_async(connection, query)
     raise ConfigurationError(
         f"{_name(connection)} is no asynchronous connection that txbroker knows: use one of "
         "psycopg, asyncpg or SQLAlchemy, or call the method without _async in a thread"
     )
 
 
-async def _sqlalchemy_async(connection: Any, database: Database) -> ExecuteAsync:
+async def _sqlalchemy_async(connection: Any, database: Database) -> tuple[Any, ExecuteAsync]:
     from sqlalchemy.ext.asyncio import AsyncConnection
 
     inner = connection
     if not isinstance(connection, AsyncConnection):
         inner = await connection.connection()
     await inner.run_sync(join_sqlalchemy, database)
-    return lambda query: inner.run_sync(execute_sqlalchemy, query)
+    driver = await inner.run_sync(driver_connection)
+    return driver, lambda query: inner.run_sync(execute_sqlalchemy, query)
 
 
 async def _execute_asyncpg(connection: Any, query: Query) -> Result:

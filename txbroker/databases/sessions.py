@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any, Protocol
 
 from txbroker.databases.dialect import Dialect
 from txbroker.databases.steps import Query, Result, with_placeholders
 from txbroker.errors import ConfigurationError
+
+_IDLE_MAX, _IDLE_S = 8, 30.0
+_of_parents: list[Any] = []
+"""Sessions of the process that forked this one: never closed."""
 
 
 class TransactionControlled(ConfigurationError):
@@ -114,6 +121,65 @@ class DriverSession:
     def close(self) -> None:
         """Close the connection."""
         self.connection.close()
+
+
+class SessionPool:
+    """Sessions that stay open between their uses, for many threads.
+
+    Args:
+        opener: opens a session.
+    """
+
+    def __init__(self, opener: Callable[[], PlainSession]) -> None:
+        self._open = opener
+        self._idle: list[tuple[PlainSession, float]] = []
+        self._process = os.getpid()
+
+    @contextmanager
+    def lend(self) -> Iterator[PlainSession]:
+        """Lend a session that nobody else uses. After an error, it and all idle ones are closed:
+        they may be lost, too.
+
+        Raises: the driver's error.
+        """
+        session = self._take() or self._open()
+        try:
+            yield session
+        except BaseException:
+            _close(session)
+            self.close()
+            raise
+        if len(self._idle) < _IDLE_MAX:
+            self._idle.append((session, time.monotonic()))
+        else:
+            session.close()
+
+    def close(self) -> None:
+        """Close the idle sessions."""
+        while session := self._take():
+            _close(session)
+
+    def _take(self) -> PlainSession | None:
+        """Return an idle session, no longer the pool's; close those that a server or a proxy may
+        have closed."""
+        if self._process != os.getpid():
+            # A forked process must neither use nor close connections of the other one.
+            _of_parents.extend(self._idle)
+            self._idle, self._process = [], os.getpid()
+        while True:
+            try:
+                session, since = self._idle.pop()
+            except IndexError:
+                return None
+            if time.monotonic() - since < _IDLE_S:
+                return session
+            _close(session)
+
+
+def _close(session: PlainSession) -> None:
+    """Close a session after an error, which is the one to raise."""
+    with suppress(Exception):
+        session.close()
 
 
 def execute(connection: Any, query: Query, style: str) -> Result:

@@ -141,6 +141,8 @@ CONSUMING = TableSet(
 
 def create(dialect: Dialect, tables: TableSet = CONSUMING) -> Steps[None]:
     """Create the tables that do not exist; several processes may at the same time."""
+    if dialect is MARIADB:  # else the look for a row locks its place, against other processes
+        yield Query("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
     for sql in tables.statements(dialect):
         for attempt in range(_CREATE_ATTEMPTS):
             try:

@@ -6,7 +6,6 @@ in the table, so nothing depends on the order in which positions are drawn or be
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import AsyncIterator, Iterable, Sequence
 from hashlib import sha256
@@ -15,12 +14,13 @@ from itertools import groupby
 import msgspec
 from msgspec import Struct
 
+from txbroker.contract.json import headers_from_json
 from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER
 from txbroker.core.records import Header, Message
-from txbroker.databases.outbox.headers import decode_headers
+from txbroker.databases.outbox.leases import Named
 from txbroker.databases.outbox.waiting import FullRow, Refused, WaitingRow, WaitingRows
 from txbroker.databases.steps import Steps
-from txbroker.errors import ConfigurationError
+from txbroker.errors import BadRequest, ConfigurationError
 from txbroker.relay.sessions import DatabaseThread
 from txbroker.relay.sink import MessagesRefused
 from txbroker.relay.source import Delivery, Refusal
@@ -97,22 +97,20 @@ class OutboxSource:
     """A `Source` of the rows of some shards.
 
     Args:
-        name: the relay's, for the headers of records.
-        identity: of the outbox table.
+        named: the relay's name, for the headers of records, and the identity of its table.
         rows: of the shards.
     """
 
     def __init__(
         self,
-        name: str,
-        identity: str,
+        named: Named,
         rows: WaitingRows,
         thread: DatabaseThread,
         wakeups: Wakeups,
         retries: Retries,
     ) -> None:
-        self.identity = identity
-        self._installation = (INSTALLATION_HEADER, name.encode())
+        self.identity = named.identity
+        self._installation = (INSTALLATION_HEADER, named.relay.encode())
         self._rows = rows
         self._thread = thread
         self._wakeups = wakeups
@@ -167,7 +165,9 @@ class OutboxSource:
         if await self._release():
             return True
         blocked = {
-            row.unit or row.position for row in rows if self._held.get(row.orders_by or b"") is not None
+            row.unit or row.position
+            for row in rows
+            if self._held.get(row.orders_by or b"") is not None
         }
         if not blocked:
             return False
@@ -198,16 +198,11 @@ class OutboxSource:
         """
         messages, refusals = [], []
         for row in rows:
-            id: Header = (ID_HEADER, row.id.encode())
+            own: tuple[Header, ...] = (self._installation, (ID_HEADER, row.id.encode()))
             try:
-                headers = (self._installation, id, *decode_headers(row.headers))
-                at_ms = row.created_at if row.timestamp_ms is None else row.timestamp_ms
-                message = Message(
-                    row.topic, _bytes(row.message_key), _bytes(row.message_value), headers,
-                    row.partition_id, at_ms,
-                )
-            except (TypeError, ValueError) as error:
-                message = Message(row.topic, headers=(self._installation, id))
+                message = message_of(row, own)
+            except (TypeError, ValueError, BadRequest) as error:
+                message = Message(row.topic, headers=own)
                 refusals.append(Refusal(message, f"the row holds no message: {error}"))
             messages.append(message)
         if refusals:
@@ -236,6 +231,21 @@ class OutboxSource:
         """See `Source.close`."""
         await self._wakeups.close()
         await self._thread.close()
+
+
+def message_of(row: FullRow, first: tuple[Header, ...] = ()) -> Message:
+    """Return the message of a row.
+
+    Args:
+        first: headers before its own.
+
+    Raises:
+        ValueError, TypeError, BadRequest: another program has written what no message can be.
+    """
+    at_ms = row.created_at if row.timestamp_ms is None else row.timestamp_ms
+    key, value = _bytes(row.message_key), _bytes(row.message_value)
+    headers = _headers(row.headers)
+    return Message(row.topic, key, value, (*first, *headers), row.partition_id, at_ms)
 
 
 def decode_position(position: bytes) -> OutboxPosition:
@@ -297,6 +307,10 @@ def _bytes(value: object) -> bytes | None:
     if value is None or isinstance(value, bytes):
         return value
     return value.encode() if isinstance(value, str) else bytes(value)  # type: ignore[call-overload]
+
+
+def _headers(text: str) -> tuple[Header, ...]:
+    return () if text == "[]" else headers_from_json(msgspec.json.decode(text))
 
 
 def _id_of(message: Message) -> str:

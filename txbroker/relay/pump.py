@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import structlog
 
+from txbroker.databases.database import DatabaseUnavailable
 from txbroker.door.delivering import WriterFenced
 from txbroker.error_text import safe_repr
 from txbroker.errors import KafkaUnavailable
-from txbroker.databases.database import DatabaseUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.net.timers import grown_pause_s
 from txbroker.relay.sink import MessagesRefused, RelaySink
@@ -34,11 +34,15 @@ class PumpEvents:
     def delivered(self, messages: int) -> None:
         """A delivery is committed, and its source knows it."""
 
-    def refused(self, messages: int, cause: str) -> None:
+    def refused(self, messages: int) -> None:
         """Kafka refuses messages."""
 
     def failed(self, error: Exception) -> None:
         """Kafka or the database does not answer, or refuses; the pump tries again."""
+
+
+class _Stopped(Exception):
+    """`stop` was called."""
 
 
 class Pump:
@@ -79,9 +83,8 @@ class Pump:
                     self._failures = 0
             except WriterFenced:
                 raise
-            except asyncio.CancelledError:
-                if not self._stopping or self._waiting is None:
-                    raise
+            except _Stopped:
+                return
             except (KafkaUnavailable, DatabaseUnavailable, DeliveryRefused) as error:
                 self._events.failed(error)
                 self._failures += 1
@@ -92,11 +95,23 @@ class Pump:
                 await self._idle(asyncio.sleep(pause_s))
 
     async def _idle(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for something that `stop` may cancel."""
+        """Wait for something that `stop` may cancel.
+
+        Raises:
+            _Stopped
+        """
         self._waiting = waiting = asyncio.ensure_future(work)
-        result = await waiting
-        self._waiting = None
-        return result
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not waiting.done():
+                waiting.cancel()
+            if task is not None and task.cancelling():
+                raise
+            raise _Stopped from None
+        finally:
+            self._waiting = None
 
     async def _deliver(self) -> None:
         delivery = await self._idle(self._source.next())
@@ -108,7 +123,14 @@ class Pump:
             failpoint("relay.written")
             await self._sink.commit(delivery.position)
         except MessagesRefused as error:
-            self._events.refused(len(error.refusals), str(error))
+            log.warning(
+                "messages refused",
+                relay=self._name,
+                count=len(error.refusals),
+                topic=error.refusals[0].message.topic,
+                cause=str(error),
+            )
+            self._events.refused(len(error.refusals))
             await self._source.refused(delivery, error.refusals)
             return
         failpoint("relay.committed")

@@ -13,6 +13,7 @@ from txbroker.databases.database import Database, steps_in_transaction
 from txbroker.databases.dialect import Fault
 from txbroker.databases.sessions import PlainSession
 from txbroker.databases.steps import Steps, run
+from txbroker.databases.tables import TableSet
 from txbroker.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -24,17 +25,21 @@ _LOCK_WAIT_S = 10.0
 class DatabaseThread:
     """Executes steps on one session, one after another.
 
+    Args:
+        tables: those that the steps use, for messages.
+
     Raises:
         ConfigurationError: the database has an asynchronous driver.
     """
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, tables: TableSet) -> None:
         if not database.plain:
             raise ConfigurationError(
                 f"{database.name} has an asynchronous driver: give the relay a database of "
                 "txbroker.databases, such as Postgres(…)"
             )
         self._database = database
+        self._tables = tables
         self._pool = ThreadPoolExecutor(1, "txbroker-relay")
         self._session: PlainSession | None = None
 
@@ -58,7 +63,7 @@ class DatabaseThread:
             except Exception as error:
                 busy = self._database.dialect.fault(error) is Fault.BUSY
                 if not busy or attempt + 1 == _BUSY_ATTEMPTS:
-                    found = self._database.explain(error)
+                    found = self._database.explain(error, self._tables)
                     raise found from (None if found is error else error)
             longest_s = min(_BUSY_PAUSE_MAX_S, _BUSY_PAUSE_S * 2**attempt)
             await asyncio.sleep(random.uniform(longest_s / 2, longest_s))
@@ -100,5 +105,3 @@ class DatabaseThread:
         session, self._session = self._session, None
         if session is not None:
             session.close()
-
-

@@ -11,8 +11,8 @@ from txbroker.core.records import NO_HEADERS, Message, Record
 from txbroker.core.routing import murmur2
 from txbroker.door.consuming import ConsumingDoor, Copy, CopyRefused
 from txbroker.door.delivering import DeliveryWriter
-from txbroker.relay.source import Refusal
 from txbroker.errors import TxbrokerError
+from txbroker.relay.source import Refusal
 
 _KNOWN_S = 30.0
 """How long the number of a topic's partitions is used."""

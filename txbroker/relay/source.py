@@ -29,11 +29,11 @@ class Delivery(Protocol):
     """Messages of one or several whole database transactions; they become visible together, in one
     Kafka transaction with their position.
 
-    Attributes:
-        position: where the source goes on after it; known once all pieces were taken.
     """
 
-    position: bytes
+    @property
+    def position(self) -> bytes:
+        """Where the source goes on after it; known once all pieces were taken."""
 
     def pieces(self) -> AsyncIterator[Sequence[Message]]:
         """Yield the messages, in order and with all headers, about a megabyte at a time."""

@@ -31,8 +31,9 @@ ASLEEP_S = 30.0
 class Wakeups(Protocol):
     """Waits for rows. One call at a time."""
 
-    slow: bool
-    """The next `wait` may take a second."""
+    @property
+    def slow(self) -> bool:
+        """Whether the next `wait` may take a second."""
 
     async def found(self) -> None:
         """Note that there were rows: the next pauses are short."""
@@ -172,5 +173,3 @@ def wakeups(thread: DatabaseThread, database: Any, leases: Leases) -> Wakeups:
 
 def _data_version(session: PlainSession) -> int:
     return int(session.execute(Query("PRAGMA data_version")).rows[0][0])
-
-

@@ -51,7 +51,11 @@ class MemoryDeliveryWriter(DeliveryWriter):
     def _newest(self) -> bytes | None:
         self._kafka.require_up()
         log = self._kafka.partition(*self._at)
-        found = [record.value for record in log.read(log.begin, log.stable_end) if record.key == self._key]
+        found = [
+            record.value
+            for record in log.read(log.begin, log.stable_end)
+            if record.key == self._key
+        ]
         return found[-1] if found else None
 
     async def claim(self) -> bytes | None:

@@ -36,13 +36,21 @@ class DjangoDatabase(Database):
         from django.db import connections
 
         super().__init__(
-            lambda: connections.create_connection(alias),
+            self._connect_apart,
             dialect_named(connections[alias].vendor),
             style=_STYLE,
             name=f"Django's database {alias!r}",
         )
         self._alias = alias
         self.writers_max = 1 if self.dialect is SQLITE else self.writers_max
+
+    def _connect_apart(self) -> Any:
+        """Return a connection that any thread may use, one at a time."""
+        from django.db import connections
+
+        connection = connections.create_connection(self._alias)
+        connection.inc_thread_sharing()
+        return connection
 
     def open(self, lock_wait_s: float = LOCK_WAIT_S, idle_s: float = IDLE_S) -> PlainSession:
         """Open a session on the thread's connection, see `Database.open`."""

@@ -15,8 +15,6 @@ from txbroker.databases.dialect import SQLITE, Dialect
 from txbroker.databases.outbox.table import RELAY, SHARDS_MAX
 from txbroker.databases.steps import Query, Steps
 
-LEASE_S = 10.0
-
 
 class Named(NamedTuple):
     """The name of an outbox's relays, the identity of its tables, and its number of shards."""
@@ -46,11 +44,13 @@ class Leases:
 
     Args:
         owner: its name, unique among the processes.
+        lease_s: how long it has a shard, seconds, unless it renews the lease.
     """
 
-    def __init__(self, dialect: Dialect, owner: str) -> None:
+    def __init__(self, dialect: Dialect, owner: str, lease_s: float) -> None:
         self._dialect = dialect
-        self._owner = owner
+        self.owner = owner
+        self._end = f"{dialect.now_ms} + {round(lease_s * 1000)}"
         # Rows that another relay is taking are left to it.
         self._skip = "" if dialect is SQLITE else " FOR UPDATE SKIP LOCKED"
 
@@ -83,22 +83,22 @@ class Leases:
             yield Query(
                 f"UPDATE {RELAY} SET owner = ?, lease_until = {self._end}, wanted_by = '' "
                 f"WHERE shard IN ({_numbers(taken)})",
-                (self._owner,),
+                (self.owner,),
             )
         return taken
 
     def renew(self) -> Steps[list[int]]:
         """Extend this relay's leases; return the shards that it has. Others have taken the rest."""
-        yield Query(
-            f"UPDATE {RELAY} SET lease_until = {self._end} WHERE owner = ?", (self._owner,)
+        yield Query(f"UPDATE {RELAY} SET lease_until = {self._end} WHERE owner = ?", (self.owner,))
+        found = yield Query(
+            f"SELECT shard FROM {RELAY} WHERE owner = ? ORDER BY shard", (self.owner,)
         )
-        found = yield Query(f"SELECT shard FROM {RELAY} WHERE owner = ? ORDER BY shard", (self._owner,))
         return [int(row[0]) for row in found.rows]
 
     def want(self, shards: Sequence[int]) -> Steps[None]:
         """Ask the owners of shards to release them."""
         yield Query(
-            f"UPDATE {RELAY} SET wanted_by = ? WHERE shard IN ({_numbers(shards)})", (self._owner,)
+            f"UPDATE {RELAY} SET wanted_by = ? WHERE shard IN ({_numbers(shards)})", (self.owner,)
         )
 
     def release(self, shards: Sequence[int]) -> Steps[None]:
@@ -106,7 +106,7 @@ class Leases:
         yield Query(
             f"UPDATE {RELAY} SET owner = '', lease_until = 0, wanted_by = '', asleep_until = 0 "
             f"WHERE owner = ? AND shard IN ({_numbers(shards)})",
-            (self._owner,),
+            (self.owner,),
         )
 
     def divide(self, shards: int) -> Steps[bool]:
@@ -122,7 +122,8 @@ class Leases:
         yield Query(f"UPDATE {RELAY} SET shards = {shards}, owner = '', asleep_until = 0")
         for shard in range(1, shards):
             yield Query(
-                f"INSERT INTO {RELAY} (shard, relay, identity, shards) VALUES ({shard}, ?, ?, {shards})",
+                f"INSERT INTO {RELAY} (shard, relay, identity, shards) "
+                f"VALUES ({shard}, ?, ?, {shards})",
                 (relay, identity),
             )
         return True
@@ -132,15 +133,11 @@ class Leases:
     def sleep(self, seconds: float) -> Steps[None]:
         """Have writers notify this relay, for some seconds."""
         end = f"{self._dialect.now_ms} + {round(seconds * 1000)}"
-        yield Query(f"UPDATE {RELAY} SET asleep_until = {end} WHERE owner = ?", (self._owner,))
+        yield Query(f"UPDATE {RELAY} SET asleep_until = {end} WHERE owner = ?", (self.owner,))
 
     def wake(self) -> Steps[None]:
         """Have writers notify this relay no more."""
-        yield Query(f"UPDATE {RELAY} SET asleep_until = 0 WHERE owner = ?", (self._owner,))
-
-    @property
-    def _end(self) -> str:
-        return f"{self._dialect.now_ms} + {round(LEASE_S * 1000)}"
+        yield Query(f"UPDATE {RELAY} SET asleep_until = 0 WHERE owner = ?", (self.owner,))
 
 
 def rows_of_shard(shard: int, shards: int) -> tuple[int, ...]:

@@ -78,14 +78,14 @@ _TABLES = {OUTBOX: COLUMNS, RELAY: RELAY_COLUMNS}
 
 _READY = f"state = '{LOCAL_COMMIT}' AND next_at = 0"
 _INDEXES = {
-    "ready": f"(shard, position) WHERE {_READY}",
+    "ready": f"(position, shard) WHERE {_READY}",
     "unit": f"(unit) WHERE state IN ('{LOCAL_COMMIT}', '{UNKNOWN}')",
     "later": f"(next_at) WHERE state = '{LOCAL_COMMIT}' AND next_at > 0",
     "checks": f"(next_at) WHERE state = '{UNKNOWN}'",
     "errors": f"(position) WHERE state = '{MESSAGE_ERROR}'",
 }
 """A query uses one of them only if it has the same conditions."""
-_MARIADB_INDEXES = {"ready": "(state, next_at, shard, position)", "unit": "(unit)"}
+_MARIADB_INDEXES = {"ready": "(state, next_at, position, shard)", "unit": "(unit)"}
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 
@@ -112,11 +112,6 @@ def outbox_tables(name: str = "") -> TableSet:
         hint="create the tables with `txbroker outbox create URL`, or pass create_tables=True",
         check=partial(_check, name),
     )
-
-
-def next_position(dialect: Dialect) -> str:
-    """Return SQL of a new position, for an UPDATE of one row."""
-    return dialect.next_identity.format(sequence=SEQUENCE, column="position", table=OUTBOX)
 
 
 # --- creation --------------------------------------------------------------------------------

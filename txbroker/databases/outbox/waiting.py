@@ -121,7 +121,9 @@ class WaitingRows:
 
     def mark(self, positions: Iterable[int]) -> Steps[int]:
         """Note that rows are visible; return how many were not marked before."""
-        return (yield from self._set("state = 'GLOBAL_COMMIT'", "state = 'LOCAL_COMMIT'", positions))
+        return (
+            yield from self._set("state = 'GLOBAL_COMMIT'", "state = 'LOCAL_COMMIT'", positions)
+        )
 
     def ids_waiting(self, positions: Iterable[int]) -> Steps[list[tuple[int, str]]]:
         """Return position and id of those rows that are not marked."""
@@ -148,7 +150,9 @@ class WaitingRows:
         """Send rows not before a time, milliseconds since 1970."""
         return (yield from self._set(f"next_at = {until_ms}", _READY, positions))
 
-    def refuse(self, refused: Sequence[Refused], retries_max: int, pauses_ms: Sequence[int]) -> Steps[int]:
+    def refuse(
+        self, refused: Sequence[Refused], retries_max: int, pauses_ms: Sequence[int]
+    ) -> Steps[int]:
         """Note refusals: each row is sent again after a pause, or given up after `retries_max`.
 
         Args:
@@ -216,6 +220,28 @@ class WaitingRows:
         for piece in _pieces(positions):
             count += (yield Query(sql, (json.dumps(piece),))).count
         return count
+
+    def purge(self, keep_s: float) -> Steps[int]:
+        """Delete rows that were finished before, in pieces, each statement committed; return their
+        number."""
+        count = 0
+        while True:
+            found = yield Query(
+                f"SELECT position FROM {OUTBOX} WHERE state IN ('GLOBAL_COMMIT', 'LOCAL_ROLLBACK') "
+                f"AND changed_at <= {self._dialect.now_ms} - ? ORDER BY position LIMIT {_UNITS}",
+                (round(keep_s * 1000),),
+            )
+            positions = [row[0] for row in found.rows]
+            if positions:
+                marks = ", ".join("?" * len(positions))
+                deleted = yield Query(
+                    f"DELETE FROM {OUTBOX} WHERE position IN ({marks}) "
+                    "AND state IN ('GLOBAL_COMMIT', 'LOCAL_ROLLBACK')",
+                    positions,
+                )
+                count += deleted.count
+            if len(positions) < _UNITS:
+                return count
 
     # --- counts ----------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from txbroker.kafka.protocol.copies import Batch, Batches, RefusedBatch
 from txbroker.net.timers import Backoff
 
 POSITIONS_PARTITION = 0
-"""A topic with positions has one partition: another one would hide a position from its successor."""
+"""The topic has one partition: with more, a position would be where its successor does not look."""
 _PAUSE_S = 0.002
 """Between attempts while the transaction before is completed, which takes some milliseconds."""
 _WINDOW = 1000

@@ -1,0 +1,101 @@
+"""Figures of a relay, and their export to Prometheus."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from txbroker.consumer.statistics import ConsumerMetric
+from txbroker.relay.pump import PumpEvents
+
+_PREFIX = "txbroker_relay_"
+METRICS = tuple(
+    ConsumerMetric(f"{_PREFIX}{name}", kind, ("relay", *labels), text)
+    for name, kind, labels, text in (
+        ("delivered_total", "counter", (), "Messages that are visible in their topics."),
+        (
+            "failures_total",
+            "counter",
+            (),
+            "Times that Kafka or the database did not answer, or refused: the relay tries again.",
+        ),
+        (
+            "lag_bytes",
+            "gauge",
+            (),
+            "Of a capture: the write-ahead log that its slot holds, or the binlog that follows its "
+            "position.",
+        ),
+        ("oldest_seconds", "gauge", ("state",), "Age of the oldest unfinished row by state."),
+        ("refused_total", "counter", (), "Messages that Kafka refused, for each attempt."),
+        (
+            "rows",
+            "gauge",
+            ("state",),
+            "Unfinished rows of the outbox by state: `UNKNOWN`, `LOCAL_COMMIT` (they wait) and "
+            "`MESSAGE_ERROR`.",
+        ),
+        ("shards", "gauge", (), "Shards that this process works on."),
+    )
+)
+STATES = ("UNKNOWN", "LOCAL_COMMIT", "MESSAGE_ERROR")
+
+
+class RelayFigures(PumpEvents):
+    """What a relay has done and what waits, by the name of its metric and the labels."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.rows: Mapping[str, tuple[int, float]] = {}
+        self.shards = 0
+        self.lag_bytes: int | None = None
+
+    def delivered(self, messages: int) -> None:
+        self.counts["delivered_total"] += messages
+
+    def refused(self, messages: int) -> None:
+        self.counts["refused_total"] += messages
+
+    def failed(self, error: Exception) -> None:
+        self.counts["failures_total"] += 1
+
+    def samples(self) -> dict[str, dict[tuple[str, ...], float]]:
+        """Return the values of each metric by labels, without the relay's name."""
+        found: dict[str, dict[tuple[str, ...], float]] = {
+            name: {(): self.counts[name]}
+            for name in ("delivered_total", "failures_total", "refused_total")
+        }
+        found["shards"] = {(): self.shards}
+        if self.lag_bytes is None:
+            found["rows"], found["oldest_seconds"] = {}, {}
+            for state in STATES:
+                count, age_s = self.rows.get(state, (0, 0.0))
+                found["rows"][state,], found["oldest_seconds"][state,] = count, age_s
+        else:
+            found["lag_bytes"] = {(): self.lag_bytes}
+        return found
+
+
+class RelayCollector:
+    """Metrics of a relay: `prometheus_client.REGISTRY.register(relay.collector())`."""
+
+    def __init__(self, relay: str, figures: RelayFigures) -> None:
+        self._relay = relay
+        self._figures = figures
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: a registry refuses names that it has, and a process may have several
+        relays, whose series differ by their name."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics."""
+        samples = self._figures.samples()
+        for metric in METRICS:
+            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = kind(metric.name, metric.text, labels=metric.labels)
+            for labels, value in samples.get(metric.name.removeprefix(_PREFIX), {}).items():
+                family.add_metric([self._relay, *labels], value)
+            yield family

@@ -1,0 +1,261 @@
+"""A relay that runs: its connections, its shards, and what it does beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from txbroker.config.settings import load_kafka_access
+from txbroker.databases.database import DatabaseUnavailable
+from txbroker.databases.outbox.leases import Leases, Named, rows_of_shard
+from txbroker.databases.outbox.table import outbox_tables
+from txbroker.databases.outbox.undecided import UndecidedRows
+from txbroker.databases.outbox.waiting import WaitingRows
+from txbroker.door.consuming import ConsumingDoor, TopicSpec
+from txbroker.error_text import safe_repr
+from txbroker.relay.metrics import RelayCollector, RelayFigures
+from txbroker.relay.outbox_source import OutboxSource, Retries, decode_position, name_taken
+from txbroker.relay.pump import Pump
+from txbroker.relay.sessions import DatabaseThread
+from txbroker.relay.shards import Shards, process_name
+from txbroker.relay.sink import RelaySink
+from txbroker.relay.wakeups import wakeups
+
+if TYPE_CHECKING:
+    from txbroker.consumer.consumer import HasConsumingDoor
+    from txbroker.relay.checks import OutboxChecks
+    from txbroker.relay.outbox import Outbox
+    from txbroker.relay.relay import RelaySettings
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
+
+_UPKEEP_S = 5.0
+_DRAIN_PAUSE_S, _DRAIN_PAUSE_MAX_S = 0.005, 0.1
+_CAUSES = 3
+
+
+class RunningRelay:
+    """The parts of a relay; see `Relay`."""
+
+    def __init__(
+        self, outbox: Outbox, kafka: str | HasConsumingDoor, settings: RelaySettings
+    ) -> None:
+        self._database = outbox.database
+        self._kafka = kafka
+        self._settings = settings
+        self._stack = contextlib.AsyncExitStack()
+        self._figures = RelayFigures()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._door: ConsumingDoor
+        self._named: Named
+        self._thread: DatabaseThread
+        self._leases: Leases
+        self._shards: Shards
+
+    # --- life ------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """See `Relay.start`."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+
+    async def _start(self) -> None:
+        settings = self._settings
+        await asyncio.to_thread(self._database.prepare, outbox_tables())
+        self._door = open_door(self._kafka, settings.security)
+        self._stack.push_async_callback(self._door.close)
+        await self._door.start()
+        await self._door.create([positions_topic(settings.positions)])
+        self._thread = await self._open_thread()
+        self._leases = Leases(self._database.dialect, process_name(), settings.lease_s)
+        self._named = await self._thread.read(self._leases.named)
+        self._shards = Shards(
+            self._thread, self._leases, settings.lease_s, self._start_shard, self._fail
+        )
+        self._stack.push_async_callback(self._shards.close)
+        await self._shards.round()
+        self._background(self._shards.run())
+        self._background(self._upkeep())
+        await self._start_checks()
+
+    async def _open_thread(self) -> DatabaseThread:
+        thread = DatabaseThread(self._database, outbox_tables())
+        self._stack.push_async_callback(thread.close)
+        return thread
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+
+        async def end() -> None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        self._stack.push_async_callback(end)
+
+    def _ended(self, task: asyncio.Future[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._failed.done():
+            log.error("relay stopped", relay=self._named.relay, error=safe_repr(error))
+            self._failed.set_exception(error)
+            self._failed.exception()  # or it is reported as never retrieved
+
+    async def close(self) -> None:
+        """See `Relay.close`."""
+        await self._stack.aclose()
+
+    def check(self) -> None:
+        """Raise the error that has stopped the relay, if one has."""
+        if self._failed.done():
+            self._failed.result()
+
+    async def run(self) -> None:
+        """See `Relay.run`."""
+        await asyncio.shield(self._failed)
+
+    async def _start_checks(self) -> None:
+        """Check undecided rows, if this relay can ask somebody."""
+        settings = self._settings
+        if settings.check is None and settings.check_url is None:
+            return
+        from txbroker.relay.checks import FunctionFinder, OutboxChecks, UrlFinder
+
+        finder = (
+            FunctionFinder(settings.check)
+            if settings.check_url is None
+            else UrlFinder(settings.check_url, settings.check_secret)
+        )
+        self._stack.push_async_callback(finder.close)
+        rows = UndecidedRows(
+            self._database.dialect, settings.check_after_s, settings.check_interval_s
+        )
+        checks = OutboxChecks(self._named.relay, rows, await self._open_thread(), finder)
+        self._stack.push_async_callback(checks.close)
+        self._background(self._check(checks, min(1.0, settings.check_interval_s)))
+
+    async def _check(self, checks: OutboxChecks, pause_s: float) -> None:
+        while True:
+            try:
+                if 0 in self._shards.owned:
+                    await checks.offer()
+            except DatabaseUnavailable as error:
+                log.warning("undecided rows not read", error=safe_repr(error))
+            await asyncio.sleep(pause_s)
+
+    # --- shards ----------------------------------------------------------------------------------
+
+    async def _start_shard(self, shard: int) -> tuple[Pump, Callable[[], Awaitable[None]]]:
+        """Return the pump of a shard, and what closes it.
+
+        Raises:
+            ConfigurationError: the position in Kafka is of another outbox.
+        """
+        settings, named = self._settings, self._named
+        key = f"{named.relay}/{shard}"
+        writer = self._door.delivery_writer(
+            f"{settings.positions}.{named.relay}.{shard}", settings.positions, key
+        )
+        stored = await writer.look()
+        # Before the claim, which would fence the other relay.
+        if stored is not None and (other := decode_position(stored).identity) != named.identity:
+            raise name_taken(other, named.identity)
+        thread = DatabaseThread(self._database, outbox_tables())
+        source = OutboxSource(
+            named,
+            WaitingRows(self._database.dialect, rows_of_shard(shard, named.shards)),
+            thread,
+            wakeups(thread, self._database, self._leases),
+            Retries(settings.retries_max),
+        )
+        pump = Pump(key, source, RelaySink(self._door, writer), self._figures)
+        return pump, source.close
+
+    # --- drain -----------------------------------------------------------------------------------
+
+    async def drain(self, timeout_s: float) -> None:
+        """See `Relay.drain`."""
+        from txbroker.relay.relay import StillWaiting
+
+        rows, now_s = WaitingRows(self._database.dialect), asyncio.get_running_loop().time
+        end_s, pause_s = now_s() + timeout_s, _DRAIN_PAUSE_S
+        while True:
+            self.check()
+            count = await self._thread.read(rows.waiting)
+            if not count:
+                return
+            if now_s() >= end_s:
+                causes = await self._thread.read(lambda: rows.causes(_CAUSES))
+                why = "; ".join(f"{topic}: {cause}" for topic, cause in causes)
+                raise StillWaiting(
+                    f"{count} rows still wait after {timeout_s:g} s" + (f": {why}" if why else "")
+                )
+            pause_s = min(_DRAIN_PAUSE_MAX_S, pause_s * 2)
+            await asyncio.sleep(min(pause_s, max(0.0, end_s - now_s())))
+
+    # --- figures ---------------------------------------------------------------------------------
+
+    def statistics(self) -> Mapping[str, float]:
+        """See `Relay.statistics`."""
+        return {
+            "_".join((name, *labels)): value
+            for name, values in self._figures.samples().items()
+            for labels, value in values.items()
+        }
+
+    def collector(self) -> RelayCollector:
+        """See `Relay.collector`."""
+        return RelayCollector(self._named.relay, self._figures)
+
+    # --- upkeep ----------------------------------------------------------------------------------
+
+    async def _upkeep(self) -> None:
+        """Count rows, and delete finished ones."""
+        rows = WaitingRows(self._database.dialect)
+        while True:
+            self._figures.shards = len(self._shards.owned)
+            try:
+                self._figures.rows = await self._thread.read(rows.counts)
+                if 0 in self._shards.owned:
+                    await self._thread.read(lambda: rows.purge(self._settings.keep_s))
+            except DatabaseUnavailable as error:
+                log.warning("outbox not looked after", error=safe_repr(error))
+            await asyncio.sleep(_UPKEEP_S)
+
+
+def open_door(
+    kafka: str | HasConsumingDoor, security: Mapping[str, object] | None
+) -> ConsumingDoor:
+    """Return the door to a Kafka, which has to be started."""
+    if not isinstance(kafka, str):
+        return kafka.consuming_door()
+    from txbroker.kafka.door.consuming import KafkaConsumingDoor
+
+    return KafkaConsumingDoor.from_access(load_kafka_access(kafka, security), "txbroker-relay")
+
+
+def positions_topic(name: str) -> TopicSpec:
+    """Return the topic of positions: compacted, and small enough to be read at a start."""
+    return TopicSpec(
+        name,
+        1,
+        -1,
+        {
+            "cleanup.policy": "compact",
+            "min.cleanable.dirty.ratio": "0.1",
+            "segment.bytes": str(16 << 20),
+            "segment.ms": str(24 * 60 * 60 * 1000),
+            "max.message.bytes": str(8 << 20),
+        },
+    )

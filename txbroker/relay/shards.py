@@ -1,0 +1,163 @@
+"""The shards of a relay process: which it owns, and a pump for each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+
+import structlog
+from msgspec import Struct
+
+from txbroker.databases.database import DatabaseUnavailable
+from txbroker.databases.outbox.leases import Lease, Leases
+from txbroker.door.delivering import WriterFenced
+from txbroker.error_text import safe_repr
+from txbroker.errors import ConfigurationError
+from txbroker.relay.pump import Pump
+from txbroker.relay.sessions import DatabaseThread
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
+
+_FENCED_MAX = 3
+"""Times in a row that another process takes a shard whose lease this one has: then they do not
+share the database."""
+_STOP_S = 10.0
+
+
+class _Running(Struct):
+    pump: Pump
+    task: asyncio.Task[None]
+    close: Callable[[], Awaitable[None]]
+
+
+class Shards:
+    """Takes, renews and releases the leases of shards, so that each relay has its share.
+
+    Args:
+        leases: of this process.
+        start: opens a shard: returns its pump and what closes its connections.
+        fail: called with an error that stops the relay.
+    """
+
+    def __init__(
+        self,
+        thread: DatabaseThread,
+        leases: Leases,
+        lease_s: float,
+        start: Callable[[int], Awaitable[tuple[Pump, Callable[[], Awaitable[None]]]]],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self._thread = thread
+        self._leases = leases
+        self._renew_s = lease_s / 4
+        self._start = start
+        self._fail = fail
+        self._running: dict[int, _Running] = {}
+        self._fenced: dict[int, int] = {}
+
+    @property
+    def owned(self) -> frozenset[int]:
+        """The shards that this process works on."""
+        return frozenset(self._running)
+
+    async def run(self) -> None:
+        """Keep leases until cancelled."""
+        while True:
+            try:
+                await self.round()
+            except DatabaseUnavailable as error:
+                log.warning("leases not renewed", error=safe_repr(error))
+            await asyncio.sleep(self._renew_s)
+
+    async def round(self) -> None:
+        """Renew the leases, and take, ask for and release shards."""
+        owned = set(await self._thread.transaction(self._leases.renew))
+        for shard in self.owned - owned:
+            await self._stop(shard)
+        leases = await self._thread.read(self._leases.all)
+        own = self._leases.owner
+        others = {lease.owner for lease in leases if lease.left_ms > 0} | {
+            lease.wanted_by for lease in leases
+        }
+        relays = len((others | {own}) - {""})
+        most, least = -(-len(leases) // relays), len(leases) // relays
+        if len(owned) > most:
+            wanted = [each.shard for each in leases if each.owner == own and each.wanted_by]
+            given = wanted[: len(owned) - most]
+            for shard in given:
+                await self._stop(shard)
+            await self._thread.transaction(lambda: self._leases.release(given))
+            owned -= set(given)
+        elif len(owned) < most:
+            taken = await self._thread.transaction(lambda: self._leases.take(most - len(owned)))
+            owned |= set(taken)
+            if asked := self._to_ask(leases, least - len(owned), most):
+                await self._thread.transaction(lambda: self._leases.want(asked))
+        for shard in owned - self.owned:
+            await self._begin(shard)
+
+    def _to_ask(self, leases: list[Lease], missing: int, most: int) -> list[int]:
+        """Return shards of relays that have more than their share."""
+        found: list[int] = []
+        for owner in {lease.owner for lease in leases if lease.left_ms > 0} - {self._leases.owner}:
+            theirs = [lease for lease in leases if lease.owner == owner and lease.left_ms > 0]
+            found += [lease.shard for lease in theirs[most:]]
+        return found[: max(0, missing)]
+
+    async def _begin(self, shard: int) -> None:
+        pump, close = await self._start(shard)
+        task = asyncio.create_task(self._run(shard, pump), name=f"txbroker relay {shard}")
+        self._running[shard] = _Running(pump, task, close)
+
+    async def _run(self, shard: int, pump: Pump) -> None:
+        try:
+            await pump.run()
+        except WriterFenced as error:
+            fenced = self._fenced[shard] = self._fenced.get(shard, 0) + 1
+            log.warning("shard taken by another relay", shard=shard, error=str(error))
+            if fenced >= _FENCED_MAX:
+                self._fail(
+                    ConfigurationError(
+                        f"another process takes shard {shard} again and again without its lease in "
+                        "this database: two relays have one name, or a copy of the database is in "
+                        "use. Stop one, or give its outbox another name"
+                    )
+                )
+        except Exception as error:
+            self._fail(error)
+
+    async def _stop(self, shard: int) -> None:
+        """End a shard's pump after the delivery in flight."""
+        running = self._running.pop(shard)
+        running.pump.stop()
+        done, _pending = await asyncio.wait([running.task], timeout=_STOP_S)
+        if not done:
+            running.task.cancel()
+        await asyncio.gather(running.task, return_exceptions=True)
+        await running.close()
+
+    async def reap(self) -> None:
+        """Close shards whose pump has ended: the next round begins them again."""
+        for shard, running in list(self._running.items()):
+            if running.task.done():
+                await self._stop(shard)
+
+    async def close(self) -> None:
+        """End all pumps, and release the leases."""
+        owned = sorted(self.owned)
+        for shard in owned:
+            await self._stop(shard)
+        if owned:
+            with contextlib.suppress(DatabaseUnavailable):
+                await self._thread.transaction(lambda: self._leases.release(owned))
+
+
+def process_name() -> str:
+    """Return a name of this process for leases, unique and for people."""
+    host = socket.gethostname().encode("ascii", "replace").decode()[:100]
+    return f"{host}/{os.getpid()}/{secrets.token_hex(4)}"
