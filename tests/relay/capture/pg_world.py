@@ -16,7 +16,7 @@ from tests.kit.until import DEADLINE_S, unique, until
 from txbroker.core.encoding import ID_HEADER
 from txbroker.core.records import Message
 from txbroker.databases.postgres import Postgres
-from txbroker.relay.capture import pgfacts, postgres_setup
+from txbroker.relay.capture import postgres_setup
 from txbroker.relay.capture.changes import (
     CapturedTable,
     Change,
@@ -24,6 +24,7 @@ from txbroker.relay.capture.changes import (
     Operation,
     TransactionInfo,
 )
+from txbroker.relay.capture.pg import facts as pgfacts
 from txbroker.relay.capture.postgres import PostgresSource
 from txbroker.relay.capture.setup import StepState
 
@@ -101,10 +102,10 @@ class PgWorld:
         await source.resume(position)
         return source
 
-    async def started(self, position: bytes | None = None) -> PostgresSource:
+    async def started(self, **options: Any) -> PostgresSource:
         """Apply; return a source that has delivered its first position."""
         await self.apply()
-        source = await self.source(position)
+        source = await self.source(**options)
         assert await take(source) == []
         return source
 

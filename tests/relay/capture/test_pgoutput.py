@@ -13,7 +13,7 @@ from msgspec import Raw
 
 from tests.core.core_fuzz import fuzz
 from txbroker.relay.capture.changes import Change
-from txbroker.relay.capture.pgoutput import (
+from txbroker.relay.capture.pg.pgoutput import (
     Begin,
     Commit,
     Decoder,

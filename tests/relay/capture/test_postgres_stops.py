@@ -141,11 +141,8 @@ async def test_a_gap_can_be_skipped(pg: PgWorld) -> None:
         ("DROP PUBLICATION {}", "publication .* is missing"),
     ],
 )
-async def test_it_stops_while_it_runs(
-    pg: PgWorld, monkeypatch: pytest.MonkeyPatch, statement: str, sentence: str
-) -> None:
-    monkeypatch.setattr(postgres, "BEAT_S", 0.05)
-    source = await pg.started()
+async def test_it_stops_while_it_runs(pg: PgWorld, statement: str, sentence: str) -> None:
+    source = await pg.started(beat_s=0.05)
     pg.execute(statement.format(pg.slot))
     with pytest.raises(ConfigurationError, match=sentence):
         await until(lambda: take(source))

@@ -25,9 +25,9 @@ from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.postgres import Postgres
 from txbroker.databases.steps import Query, one
 from txbroker.errors import ConfigurationError
-from txbroker.relay.capture import pgfacts
 from txbroker.relay.capture.changes import CaptureMapping, Change, Emitted, TransactionInfo
-from txbroker.relay.capture.pgoutput import (
+from txbroker.relay.capture.pg import facts as pgfacts
+from txbroker.relay.capture.pg.pgoutput import (
     Begin,
     Commit,
     Decoder,
@@ -36,16 +36,13 @@ from txbroker.relay.capture.pgoutput import (
     lsn_text,
     parse_lsn,
 )
-from txbroker.relay.capture.pgstream import DATA_AT, PgStream, System
+from txbroker.relay.capture.pg.stream import DATA_AT, PgStream, System
 from txbroker.relay.source import Delivery, DeliveryRefused, Refusal
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 PREFIX = "txbroker"
 """Of messages that `pg_logical_emit_message` writes for us."""
-BEAT_S = 10.0
-"""How often the server is asked for an answer, the set-up is checked, and a position without
-messages is delivered, seconds."""
 _PIECE_BYTES = 1 << 20
 _JOINED_S = 0.01
 _RECORD_BYTES = 100
@@ -89,6 +86,8 @@ class PostgresSource:
         on_gap: "skip": where changes were lost, go on with those that are left, instead of
             stopping.
         skip: ids of changes, as errors name them, that are left out.
+        beat_s: how often the server is asked for an answer, the set-up is checked, and a position
+            without messages is delivered, seconds.
         held_max_s: how long another process may hold the slot, seconds: a server notices a host
             that has vanished only after its `wal_sender_timeout`.
     """
@@ -100,12 +99,14 @@ class PostgresSource:
         *,
         on_gap: Literal["stop", "skip"] = "stop",
         skip: Collection[str] = (),
+        beat_s: float = 10.0,
         held_max_s: float = 90.0,
     ) -> None:
         self._mapping = mapping
         self._database = database
         self._skips_gaps = on_gap == "skip"
         self._skip = frozenset(skip)
+        self._beat_s = beat_s
         self._held_max_s = held_max_s
         self._held_since_s = 0.0
         self._slot = pgfacts.name_of(mapping)
@@ -234,7 +235,7 @@ class PostgresSource:
             return True
         if reader.end <= self._delivered:
             return False
-        return reader.stream.asked or time.monotonic() - self._delivered_s >= BEAT_S
+        return reader.stream.asked or time.monotonic() - self._delivered_s >= self._beat_s
 
     async def _pieces(self, delivery: _Delivery) -> AsyncIterator[Sequence[Message]]:
         """Yield what has been read, with the rest of its transaction, joined with the transactions
@@ -266,7 +267,7 @@ class PostgresSource:
         return self._reader
 
     async def _wait(self, reader: _Reader) -> None:
-        await reader.stream.readable(BEAT_S)
+        await reader.stream.readable(self._beat_s)
         self._running()
 
     # --- after Kafka -------------------------------------------------------------------------
@@ -316,7 +317,7 @@ class PostgresSource:
         publication is not noticed otherwise. While Kafka does not answer the server is not asked,
         and ends the connection, which would keep it from shutting down."""
         while True:
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(self._beat_s)
             try:
                 if time.monotonic() - stream.read_s < _UNREAD_S:
                     stream.report(ask=True)

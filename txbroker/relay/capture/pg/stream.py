@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.postgres import Postgres
 from txbroker.errors import ConfigurationError, TxbrokerError
-from txbroker.relay.capture.pgoutput import SESSION, lsn_text, parse_lsn
+from txbroker.relay.capture.pg.pgoutput import SESSION, lsn_text, parse_lsn
 
 _STATUS = struct.Struct(">cQQQqB")
 _KEEPALIVE = struct.Struct(">QqB")

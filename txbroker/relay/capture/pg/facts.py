@@ -11,7 +11,7 @@ from msgspec import Struct
 from txbroker.databases.steps import Query, Steps
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.changes import CapturedTable, CaptureMapping
-from txbroker.relay.capture.pgoutput import parse_lsn
+from txbroker.relay.capture.pg.pgoutput import parse_lsn
 
 PLUGIN = "pgoutput"
 VERSION_MIN = 140_000
