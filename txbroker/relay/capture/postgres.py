@@ -58,7 +58,7 @@ SELECT pg_wal_lsn_diff(CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn
   ELSE pg_current_wal_flush_lsn() END, restart_lsn)::bigint
 FROM pg_replication_slots WHERE slot_name = ?
 """
-_FILL_IN = "start with on_gap=skip, which continues at the slot, and fill in what changed before"
+_FILL_IN = "start with --on-gap skip, which continues at the slot, and fill in what changed before"
 
 
 class Position(Struct, frozen=True):
@@ -288,7 +288,7 @@ class PostgresSource:
         change_id = "/".join(record_id.decode().split("/")[:_ID_PARTS])
         raise DeliveryRefused(
             f"Kafka refuses change {change_id} for topic {message.topic}: {cause}: correct the "
-            f"topic; to leave this change out, run with skip={change_id}"
+            f"topic; to leave this change out, run with --skip {change_id}"
         )
 
     async def lag_bytes(self) -> int:
@@ -447,7 +447,7 @@ class _Reader:
         except ConfigurationError as error:
             change_id = f"{self._transaction.id}/{number}"
             raise ConfigurationError(
-                f"change {change_id}: {error}; to leave this change out, run with skip={change_id}"
+                f"change {change_id}: {error}; to leave this change out, run with --skip {change_id}"
             ) from error
         for message in messages:
             self.messages.append(message)
@@ -464,7 +464,7 @@ class _Reader:
             raise ConfigurationError(
                 f"change {change_id}: pg_logical_emit_message(false, '{PREFIX}', …) belongs to no "
                 "transaction and would be visible even after a rollback: pass true; to leave this "
-                f"one out, run with skip={change_id}"
+                f"one out, run with --skip {change_id}"
             )
 
     def _skips(self, change_id: str) -> bool:

@@ -239,13 +239,13 @@ class PgStream:
             return ConfigurationError(
                 f"{self._database.name}: {text}: the publication was dropped, and changes since "
                 "cannot be read, even if it was created again: run `txbroker capture remove`, then "
-                "`apply`, then `run` with on_gap=skip; fill in what changed in between"
+                "`apply`, then `run` with --on-gap skip; fill in what changed in between"
             )
         if code in _LOST_SLOT and ("slot" in text or "WAL" in text):
             return ConfigurationError(
                 f"{self._database.name}: {text}: the server has removed changes that the slot "
                 "still had to send: run `txbroker capture remove`, then `apply`, then `run` with "
-                "on_gap=skip; fill in what changed in between; a larger max_slot_wal_keep_size "
+                "--on-gap skip; fill in what changed in between; a larger max_slot_wal_keep_size "
                 "prevents it"
             )
         return self._unavailable(f"ended the stream: {text or 'connection lost'}")
