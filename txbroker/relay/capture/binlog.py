@@ -391,6 +391,13 @@ def check_position(name: str, position: str, state: str) -> None:
     for each in filter(None, state.replace("\n", "").split(",")):
         domain, _, number = map(int, each.split("-"))
         newest[domain] = max(number, newest.get(domain, 0))
-    for domain, gtid in gtids(position).items():
+    try:
+        domains = gtids(position)
+    except ValueError:
+        raise ConfigurationError(
+            f"{name}: the position in Kafka is no position of MariaDB: {position[:60]!r}: another "
+            "capture has this name; give this one another name"
+        ) from None
+    for domain, gtid in domains.items():
         if int(gtid.split("-")[2]) > newest.get(domain, -1):
             raise unknown_position(name, position)

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Literal
 
 import structlog
@@ -20,6 +20,7 @@ from txbroker.errors import ConfigurationError
 from txbroker.relay.capture import mariadb_setup
 from txbroker.relay.capture.binlog import (
     HEARTBEAT_S,
+    Alive,
     Binlog,
     ChangesLost,
     Committed,
@@ -52,11 +53,19 @@ class _Piece(Struct, frozen=True, gc=False):
 
 
 class _Reader:
-    """Reads the binary log in a thread."""
+    """Reads the binary log in a thread.
 
-    def __init__(self, binlog: Binlog, mapping: CaptureMapping) -> None:
+    Args:
+        lost: called with the error where changes are lost; raises it, or has the next reader skip
+            them.
+    """
+
+    def __init__(
+        self, binlog: Binlog, mapping: CaptureMapping, lost: Callable[[ChangesLost], None]
+    ) -> None:
         self._binlog = binlog
         self._mapping = mapping
+        self._lost = lost
         self._loop = asyncio.get_running_loop()
         self._pieces: deque[_Piece] = deque()
         self._size = 0
@@ -73,6 +82,9 @@ class _Reader:
         Raises: what ended the thread, once all pieces are taken.
         """
         while not self._pieces:
+            if isinstance(self._failure, ChangesLost):
+                self._lost(self._failure)
+                raise DatabaseUnavailable(str(self._failure)) from self._failure
             if self._failure is not None:
                 raise self._failure
             await self._arrived.wait()
@@ -126,7 +138,7 @@ class _Reader:
                 number += 1
                 if size >= PIECE_BYTES:
                     self._put(_Piece(messages, size, None))
-                    messages, size, begun = [], 0, True
+                    messages, size, begun, skipped = [], 0, True, None
             elif isinstance(event, TransactionInfo):
                 info, number, begun = event, 0, False
             elif isinstance(event, Committed):
@@ -135,8 +147,13 @@ class _Reader:
                     messages, size, skipped, last_s = [], 0, None, time.monotonic()
                 else:
                     skipped = event.position
-            # Nothing wanted changes: the position must move on, before the server purges its log.
-            if skipped is not None and time.monotonic() - last_s >= HEARTBEAT_S:
+            # Between transactions, where nothing wanted changes: the position must move on, before
+            # the server purges its log.
+            if (
+                skipped is not None
+                and isinstance(event, Committed | Alive)
+                and time.monotonic() - last_s >= HEARTBEAT_S
+            ):
                 self._put(_Piece([], 0, skipped))
                 skipped, last_s = None, time.monotonic()
             if self._closed:
@@ -228,7 +245,7 @@ class MariadbSource:
             log.warning("capture skips changes", capture=mapping.name, position=start)
         self._gap = False
         binlog = Binlog(database, facts.byte_types(BYTE_TYPES), start)
-        self._reader = _Reader(binlog, mapping)
+        self._reader = _Reader(binlog, mapping, self._lost)
 
     def _lost(self, error: ChangesLost) -> None:
         if not self._skips_gaps:
@@ -239,11 +256,7 @@ class MariadbSource:
         """Wait for committed transactions."""
         if self._reader is None:
             raise DatabaseUnavailable(f"{self._database.name}: the source was not resumed")
-        try:
-            await self._reader.wait()
-        except ChangesLost as error:
-            self._lost(error)
-            raise DatabaseUnavailable(str(error)) from error
+        await self._reader.wait()
         return _Delivery(self._reader)
 
     async def delivered(self, delivery: Delivery) -> None:
