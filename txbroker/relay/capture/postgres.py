@@ -44,7 +44,7 @@ log = structlog.wrap_logger(logging.getLogger(__name__))
 PREFIX = "txbroker"
 """Of messages that `pg_logical_emit_message` writes for us."""
 _PIECE_BYTES = 1 << 20
-_JOINED_S = 0.01
+_JOINED_S = 0.02
 _RECORD_BYTES = 100
 _BUSY_FRAMES = 500  # then other tasks run
 _STRUCTURE = b"CR"
