@@ -130,6 +130,7 @@ COMMANDS = (
     Command("top", "ops.top", "Show the state of all proxies, refreshed."),
     Command("databases", "ops.databases", "Create txbroker's tables in your databases."),
     Command("capture", "relay.capture", "Capture changes of rows in databases as messages."),
+    Command("outbox", "relay.outbox", "Create outbox tables, deliver their rows, resolve them."),
     Command("doctor", "doctor.command", "Diagnose an installation; name a remedy per problem."),
     Command("context", "contexts", "Name installations, and choose the one to call."),
     Command("completion", "completion", "Print a script for shell completion, with live values."),
