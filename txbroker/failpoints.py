@@ -84,6 +84,14 @@ POINTS: Mapping[str, Point] = MappingProxyType(
         "consumer.flushed": Point("the positions of revoked partitions are stored"),
         "consumer.released": Point("the next join gives revoked partitions to others"),
         "consumer.key_handled": Point("copies of a released key are done, no clearance is stored"),
+        "relay.fenced": Point("a relay has its transactional id, no claim record is written"),
+        "relay.claimed": Point("the claim record is committed, the position is not read"),
+        "relay.resumed": Point("the source has applied the position, nothing is selected"),
+        "relay.written": Point("the last messages of a delivery are to be written with a position"),
+        "relay.ending": Point("messages and position are stored, uncommitted", "coordinator"),
+        "relay.ended": Point("the coordinator has acknowledged a delivery's commit", "coordinator"),
+        "relay.committed": Point("the relay knows of the commit, the source does not"),
+        "relay.delivered": Point("the source has marked or acknowledged a delivery"),
     }
 )
 

@@ -18,6 +18,7 @@ from txbroker.databases.outbox.undecided import UndecidedRows
 from txbroker.databases.outbox.waiting import WaitingRows
 from txbroker.door.consuming import ConsumingDoor, TopicSpec
 from txbroker.error_text import safe_repr
+from txbroker.errors import ConfigurationError
 from txbroker.relay.metrics import RelayCollector, RelayFigures
 from txbroker.relay.outbox_source import OutboxSource, Retries, decode_position, name_taken
 from txbroker.relay.pump import Pump
@@ -77,6 +78,9 @@ class RunningRelay:
         self._thread = await self._open_thread()
         self._leases = Leases(self._database.dialect, process_name(), settings.lease_s)
         self._named = await self._thread.read(self._leases.named)
+        if settings.shards not in (None, self._named.shards):
+            await self._divide(settings.shards)
+            self._named = await self._thread.read(self._leases.named)
         self._shards = Shards(
             self._thread, self._leases, settings.lease_s, self._start_shard, self._fail
         )
@@ -156,8 +160,42 @@ class RunningRelay:
 
     # --- shards ----------------------------------------------------------------------------------
 
+    async def _divide(self, shards: int) -> None:
+        """Divide the rows into another number of shards, after what the present owners delivered
+        is marked: a shard knows only its own position.
+
+        Raises:
+            ConfigurationError: other relays run.
+        """
+        present = self._named.shards
+        taken = await self._thread.transaction(lambda: self._leases.take(present))
+        try:
+            for shard in taken if len(taken) == present else ():
+                sink, source = await self._open_shard(shard)
+                try:
+                    await source.resume(await sink.claim())
+                finally:
+                    await source.close()
+            divided = await self._thread.transaction(lambda: self._leases.divide(shards))
+        except BaseException:
+            await self._thread.transaction(lambda: self._leases.release(taken))
+            raise
+        if not divided:
+            if taken:
+                await self._thread.transaction(lambda: self._leases.release(taken))
+            raise ConfigurationError(
+                f"the outbox has {present} shards, which running relays own: stop them before a "
+                f"relay starts with shards={shards}, or leave shards out"
+            )
+
     async def _start_shard(self, shard: int) -> tuple[Pump, Callable[[], Awaitable[None]]]:
-        """Return the pump of a shard, and what closes it.
+        """Return the pump of a shard, and what closes it."""
+        sink, source = await self._open_shard(shard)
+        pump = Pump(f"{self._named.relay}/{shard}", source, sink, self._figures)
+        return pump, source.close
+
+    async def _open_shard(self, shard: int) -> tuple[RelaySink, OutboxSource]:
+        """Return the sink and the source of a shard.
 
         Raises:
             ConfigurationError: the position in Kafka is of another outbox.
@@ -179,8 +217,7 @@ class RunningRelay:
             wakeups(thread, self._database, self._leases),
             Retries(settings.retries_max),
         )
-        pump = Pump(key, source, RelaySink(self._door, writer), self._figures)
-        return pump, source.close
+        return RelaySink(self._door, writer), source
 
     # --- drain -----------------------------------------------------------------------------------
 

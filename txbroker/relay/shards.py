@@ -23,9 +23,9 @@ from txbroker.relay.sessions import DatabaseThread
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
-_FENCED_MAX = 3
-"""Times in a row that another process takes a shard whose lease this one has: then they do not
-share the database."""
+_FENCED_MAX, _FENCED_WITHIN_S = 3, 60.0
+"""If another process takes a shard so often whose lease this one has, they do not share the
+database."""
 _STOP_S = 10.0
 
 
@@ -58,7 +58,8 @@ class Shards:
         self._start = start
         self._fail = fail
         self._running: dict[int, _Running] = {}
-        self._fenced: dict[int, int] = {}
+        self._fenced: dict[int, list[float]] = {}
+        """When other processes took shards."""
 
     @property
     def owned(self) -> frozenset[int]:
@@ -77,7 +78,8 @@ class Shards:
     async def round(self) -> None:
         """Renew the leases, and take, ask for and release shards."""
         owned = set(await self._thread.transaction(self._leases.renew))
-        for shard in self.owned - owned:
+        ended = {shard for shard, running in self._running.items() if running.task.done()}
+        for shard in ended | (self.owned - owned):
             await self._stop(shard)
         leases = await self._thread.read(self._leases.all)
         own = self._leases.owner
@@ -118,9 +120,13 @@ class Shards:
         try:
             await pump.run()
         except WriterFenced as error:
-            fenced = self._fenced[shard] = self._fenced.get(shard, 0) + 1
             log.warning("shard taken by another relay", shard=shard, error=str(error))
-            if fenced >= _FENCED_MAX:
+            now_s = asyncio.get_running_loop().time()
+            recent = [
+                at_s for at_s in self._fenced.get(shard, ()) if now_s - at_s < _FENCED_WITHIN_S
+            ]
+            self._fenced[shard] = [*recent, now_s]
+            if len(recent) + 1 >= _FENCED_MAX:
                 self._fail(
                     ConfigurationError(
                         f"another process takes shard {shard} again and again without its lease in "
@@ -140,12 +146,6 @@ class Shards:
             running.task.cancel()
         await asyncio.gather(running.task, return_exceptions=True)
         await running.close()
-
-    async def reap(self) -> None:
-        """Close shards whose pump has ended: the next round begins them again."""
-        for shard, running in list(self._running.items()):
-            if running.task.done():
-                await self._stop(shard)
 
     async def close(self) -> None:
         """End all pumps, and release the leases."""

@@ -110,16 +110,18 @@ class Leases:
         )
 
     def divide(self, shards: int) -> Steps[bool]:
-        """Divide the rows into another number of shards. Return False if a relay owns one."""
+        """Divide the rows into another number of shards. Return False if this relay does not own
+        all of them."""
         found = yield Query(
-            f"SELECT shard, relay, identity, lease_until - {self._dialect.now_ms} FROM {RELAY} "
-            f"ORDER BY shard{self._dialect.lock}"
+            f"SELECT relay, identity, owner FROM {RELAY} ORDER BY shard{self._dialect.lock}"
         )
-        if any(int(row[3]) > 0 for row in found.rows):
+        if any(row[2] != self.owner for row in found.rows):
             return False
-        _shard, relay, identity, _left = found.rows[0]
+        relay, identity, _owner = found.rows[0]
         yield Query(f"DELETE FROM {RELAY} WHERE shard > 0")
-        yield Query(f"UPDATE {RELAY} SET shards = {shards}, owner = '', asleep_until = 0")
+        yield Query(
+            f"UPDATE {RELAY} SET shards = {shards}, owner = '', lease_until = 0, asleep_until = 0"
+        )
         for shard in range(1, shards):
             yield Query(
                 f"INSERT INTO {RELAY} (shard, relay, identity, shards) "

@@ -94,7 +94,6 @@ class UndecidedRows:
                 prepared,
                 decision,
                 messages,
-                unit=(lambda id: None) if self._dialect.transaction_id else (lambda id: id),
                 cause=cause,
             )
         except TooLate:
