@@ -42,7 +42,7 @@ def postgres_server() -> Iterator[PostgresServer]:
     """One PostgreSQL for the whole session; a test that ends or pauses it starts it again."""
     from tests.kit.database_servers import PostgresServer
 
-    with PostgresServer() as server:
+    with PostgresServer(wal_level="logical") as server:
         yield server
 
 

@@ -94,7 +94,7 @@ class Capture(Struct, frozen=True):
     async def end(self) -> Callable[[bytes], bool]:
         """Return what checks whether a position includes all that is committed now."""
         if self.database.dialect.name == "postgresql":
-            from txbroker.relay.capture.pgoutput import parse_lsn
+            from txbroker.relay.capture.pg.pgoutput import parse_lsn
 
             query = "SELECT pg_current_wal_flush_lsn()::text"
             lsn = parse_lsn(await self._value(query))

@@ -25,9 +25,9 @@ from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.postgres import Postgres
 from txbroker.databases.steps import Query, one
 from txbroker.errors import ConfigurationError
-from txbroker.relay.capture import pgfacts
 from txbroker.relay.capture.changes import CaptureMapping, Change, Emitted, TransactionInfo
-from txbroker.relay.capture.pgoutput import (
+from txbroker.relay.capture.pg import facts as pgfacts
+from txbroker.relay.capture.pg.pgoutput import (
     Begin,
     Commit,
     Decoder,
@@ -36,16 +36,13 @@ from txbroker.relay.capture.pgoutput import (
     lsn_text,
     parse_lsn,
 )
-from txbroker.relay.capture.pgstream import DATA_AT, PgStream, System
+from txbroker.relay.capture.pg.stream import DATA_AT, PgStream, System
 from txbroker.relay.source import Delivery, DeliveryRefused, Refusal
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 PREFIX = "txbroker"
 """Of messages that `pg_logical_emit_message` writes for us."""
-BEAT_S = 10.0
-"""How often the server is asked for an answer, the set-up is checked, and a position without
-messages is delivered, seconds."""
 _PIECE_BYTES = 1 << 20
 _JOINED_S = 0.01
 _RECORD_BYTES = 100
@@ -53,6 +50,7 @@ _BUSY_FRAMES = 500  # then other tasks run
 _STRUCTURE = b"CR"
 """Messages that count in a transaction that is passed over: a table is described only once."""
 _ID_PARTS = 3  # two of the LSN, and a number; a change may become several records
+_UNREAD_S = 60.0
 _RELEASED_S = 2.0
 _POLL_S = 0.05
 _HELD = """
@@ -60,7 +58,7 @@ SELECT pg_wal_lsn_diff(CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn
   ELSE pg_current_wal_flush_lsn() END, restart_lsn)::bigint
 FROM pg_replication_slots WHERE slot_name = ?
 """
-_FILL_IN = "start with on_gap=skip, which continues at the slot, and fill in what changed before"
+_FILL_IN = "start with --on-gap skip, which continues at the slot, and fill in what changed before"
 
 
 class Position(Struct, frozen=True):
@@ -88,6 +86,8 @@ class PostgresSource:
         on_gap: "skip": where changes were lost, go on with those that are left, instead of
             stopping.
         skip: ids of changes, as errors name them, that are left out.
+        beat_s: how often the server is asked for an answer, the set-up is checked, and a position
+            without messages is delivered, seconds.
         held_max_s: how long another process may hold the slot, seconds: a server notices a host
             that has vanished only after its `wal_sender_timeout`.
     """
@@ -99,12 +99,14 @@ class PostgresSource:
         *,
         on_gap: Literal["stop", "skip"] = "stop",
         skip: Collection[str] = (),
+        beat_s: float = 10.0,
         held_max_s: float = 90.0,
     ) -> None:
         self._mapping = mapping
         self._database = database
         self._skips_gaps = on_gap == "skip"
         self._skip = frozenset(skip)
+        self._beat_s = beat_s
         self._held_max_s = held_max_s
         self._held_since_s = 0.0
         self._slot = pgfacts.name_of(mapping)
@@ -231,8 +233,9 @@ class PostgresSource:
     def _position_is_due(self, reader: _Reader) -> bool:
         if self._unplaced:
             return True
-        late = time.monotonic() - self._delivered_s >= BEAT_S
-        return late and reader.end > self._delivered
+        if reader.end <= self._delivered:
+            return False
+        return reader.stream.asked or time.monotonic() - self._delivered_s >= self._beat_s
 
     async def _pieces(self, delivery: _Delivery) -> AsyncIterator[Sequence[Message]]:
         """Yield what has been read, with the rest of its transaction, joined with the transactions
@@ -264,7 +267,7 @@ class PostgresSource:
         return self._reader
 
     async def _wait(self, reader: _Reader) -> None:
-        await reader.stream.readable(BEAT_S)
+        await reader.stream.readable(self._beat_s)
         self._running()
 
     # --- after Kafka -------------------------------------------------------------------------
@@ -274,7 +277,9 @@ class PostgresSource:
         self._delivered = parse_lsn(_decode(delivery.position).lsn)
         self._delivered_s = time.monotonic()
         self._unplaced = False
-        self._running().stream.report(self._delivered)
+        stream = self._running().stream
+        stream.asked = False
+        stream.report(self._delivered)
 
     async def refused(self, delivery: Delivery, refusals: Sequence[Refusal]) -> None:
         """Raise: a transaction is delivered whole."""
@@ -283,7 +288,7 @@ class PostgresSource:
         change_id = "/".join(record_id.decode().split("/")[:_ID_PARTS])
         raise DeliveryRefused(
             f"Kafka refuses change {change_id} for topic {message.topic}: {cause}: correct the "
-            f"topic; to leave this change out, run with skip={change_id}"
+            f"topic; to leave this change out, run with --skip {change_id}"
         )
 
     async def lag_bytes(self) -> int:
@@ -309,11 +314,13 @@ class PostgresSource:
 
     async def _beats(self, stream: PgStream) -> None:
         """Ask the server for an answer, and check the set-up: a table that is removed from the
-        publication is not noticed otherwise."""
+        publication is not noticed otherwise. While Kafka does not answer the server is not asked,
+        and ends the connection, which would keep it from shutting down."""
         while True:
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(self._beat_s)
             try:
-                stream.report(ask=True)
+                if time.monotonic() - stream.read_s < _UNREAD_S:
+                    stream.report(ask=True)
                 await self._checked()
             except DatabaseUnavailable:
                 continue  # if it lasts, the reader notices it
@@ -440,7 +447,7 @@ class _Reader:
         except ConfigurationError as error:
             change_id = f"{self._transaction.id}/{number}"
             raise ConfigurationError(
-                f"change {change_id}: {error}; to leave this change out, run with skip={change_id}"
+                f"change {change_id}: {error}; to leave this change out, run with --skip {change_id}"
             ) from error
         for message in messages:
             self.messages.append(message)
@@ -457,7 +464,7 @@ class _Reader:
             raise ConfigurationError(
                 f"change {change_id}: pg_logical_emit_message(false, '{PREFIX}', …) belongs to no "
                 "transaction and would be visible even after a rollback: pass true; to leave this "
-                f"one out, run with skip={change_id}"
+                f"one out, run with --skip {change_id}"
             )
 
     def _skips(self, change_id: str) -> bool:

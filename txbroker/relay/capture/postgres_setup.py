@@ -10,9 +10,9 @@ from txbroker.databases.postgres import Postgres
 from txbroker.databases.sessions import AsyncSession
 from txbroker.databases.steps import Query, run_async
 from txbroker.errors import ConfigurationError
-from txbroker.relay.capture import pgfacts
 from txbroker.relay.capture.changes import CaptureMapping
-from txbroker.relay.capture.pgfacts import Facts
+from txbroker.relay.capture.pg import facts as pgfacts
+from txbroker.relay.capture.pg.facts import Facts
 from txbroker.relay.capture.setup import Step, StepState
 
 _UNLIMITED = "-1"

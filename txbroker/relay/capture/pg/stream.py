@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from typing import Any, NamedTuple
 
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.postgres import Postgres
 from txbroker.errors import ConfigurationError, TxbrokerError
-from txbroker.relay.capture.pgoutput import SESSION, lsn_text, parse_lsn
+from txbroker.relay.capture.pg.pgoutput import SESSION, lsn_text, parse_lsn
 
 _STATUS = struct.Struct(">cQQQqB")
 _KEEPALIVE = struct.Struct(">QqB")
@@ -48,6 +49,8 @@ class PgStream:
     Attributes:
         wal_end: everything before it was received; an LSN.
         flushed: what the server was last allowed to forget; an LSN.
+        read_s: when all that had arrived was read, by the monotonic clock, seconds.
+        asked: the server has asked how far this is: it shuts down only when it may forget all.
     """
 
     def __init__(self, database: Postgres, slot: str) -> None:
@@ -60,6 +63,8 @@ class PgStream:
         self._waiter: asyncio.Future[None] | None = None
         self.wal_end = 0
         self.flushed = 0
+        self.asked = False
+        self.read_s = time.monotonic()
         self._silent_since_s: float | None = None
 
     async def open(self) -> System:
@@ -138,6 +143,7 @@ class PgStream:
             except Exception as error:
                 raise self._explained(error) from error
             if size == 0:
+                self.read_s = time.monotonic()
                 return None
             if size < 0:
                 raise self._ended()
@@ -153,6 +159,7 @@ class PgStream:
         wal_end, _time_us, reply = _KEEPALIVE.unpack_from(frame, 1)
         self.wal_end = max(self.wal_end, wal_end)
         if reply:
+            self.asked = True
             self.report()
 
     async def readable(self, timeout_s: float) -> None:
@@ -232,13 +239,13 @@ class PgStream:
             return ConfigurationError(
                 f"{self._database.name}: {text}: the publication was dropped, and changes since "
                 "cannot be read, even if it was created again: run `txbroker capture remove`, then "
-                "`apply`, then `run` with on_gap=skip; fill in what changed in between"
+                "`apply`, then `run` with --on-gap skip; fill in what changed in between"
             )
         if code in _LOST_SLOT and ("slot" in text or "WAL" in text):
             return ConfigurationError(
                 f"{self._database.name}: {text}: the server has removed changes that the slot "
                 "still had to send: run `txbroker capture remove`, then `apply`, then `run` with "
-                "on_gap=skip; fill in what changed in between; a larger max_slot_wal_keep_size "
+                "--on-gap skip; fill in what changed in between; a larger max_slot_wal_keep_size "
                 "prevents it"
             )
         return self._unavailable(f"ended the stream: {text or 'connection lost'}")

@@ -11,7 +11,7 @@ from msgspec import Struct
 from txbroker.databases.steps import Query, Steps
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.changes import CapturedTable, CaptureMapping
-from txbroker.relay.capture.pgoutput import parse_lsn
+from txbroker.relay.capture.pg.pgoutput import parse_lsn
 
 PLUGIN = "pgoutput"
 VERSION_MIN = 140_000
@@ -318,7 +318,7 @@ def slot_problems(facts: Facts, mapping: CaptureMapping) -> Iterator[str]:
         yield (
             f"slot {name} is lost: the server has removed changes that it still had to send, "
             "because of max_slot_wal_keep_size: run `txbroker capture remove`, then `apply`, then "
-            "`run` with on_gap=skip, and fill in what changed in between; a larger "
+            "`run` with --on-gap skip, and fill in what changed in between; a larger "
             "max_slot_wal_keep_size prevents it"
         )
 
@@ -331,7 +331,7 @@ def running_problem(facts: Facts, mapping: CaptureMapping) -> str:
     if facts.slot is None:
         return (
             f"replication slot {name_of(mapping)} is missing, and with it every change since it "
-            f"was dropped: {apply}; if the capture has run before, then `run` with on_gap=skip, "
+            f"was dropped: {apply}; if the capture has run before, then `run` with --on-gap skip, "
             "and fill in what changed in between"
         )
     for problem in slot_problems(facts, mapping):
