@@ -158,7 +158,7 @@ def test_emitted_messages_become_records(tmp_path: Path) -> None:
         ('key = ["gone"]', change("insert", after=ROW), "has no column 'gone'"),
         ('header_columns = { h = "gone" }', change("insert", after=ROW), "has no column 'gone'"),
         (
-            'column = "item"\nbinary = true',
+            'column = "price"\nbinary = true',
             change("insert", after=ROW),
             "'price' of public.orders is not binary",
         ),
