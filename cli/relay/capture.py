@@ -10,14 +10,10 @@ import click
 from txbroker.cli.main import SuggestingGroup
 from txbroker.cli.options import FILE, confirm, require_terminal, yes_option
 from txbroker.cli.output import Row, TableColumn, output_option, show_rows
-from txbroker.cli.proxy.serving import until_signal
-from txbroker.cli.run import CommandFailed, run_async, usage_errors
-from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
+from txbroker.cli.relay.running import Running, run_relay, running_options, security_of
+from txbroker.cli.run import CommandFailed, usage_errors
+from txbroker.cli.setting_options import settings_from
 from txbroker.config.settings import Settings
-from txbroker.databases.sqlite import SQLite
-from txbroker.door.consuming import ConsumingDoor
-from txbroker.errors import needs
-from txbroker.kafka.door.consuming import KafkaConsumingDoor
 from txbroker.proxy.observe.logging import configure_logging
 from txbroker.relay.capture.plan import Capture, open_capture
 from txbroker.relay.capture.setup import Step, StepState
@@ -27,7 +23,6 @@ COLUMNS = (
     TableColumn("STEP", keep=True, text=True),
     TableColumn("SQL", wide=True, text=True),
 )
-_DRAIN_S = 1e9
 _file = click.argument("file", type=FILE)
 
 
@@ -118,15 +113,12 @@ def _refuse(steps: Sequence[Step]) -> None:
 @command.command("run")
 @_file
 @click.option(
-    "--until-drained", is_flag=True, help="End when all that is committed now is in Kafka."
-)
-@click.option(
     "--on-gap",
     type=click.Choice(["stop", "skip"]),
     default="stop",
     show_default=True,
-    help="Where the database no longer has changes that follow the position: stop, or go on "
-    "without them.",
+    help="Where the database no longer has the changes that follow the position, or they cannot be "
+    "read: stop, or go on without them.",
 )
 @click.option(
     "--skip",
@@ -134,18 +126,19 @@ def _refuse(steps: Sequence[Step]) -> None:
     metavar="ID",
     help="Leave out the change with this id, as an error names it (PostgreSQL). Repeatable.",
 )
-@setting_options((*KAFKA_SETTINGS, "topic_prefix", "log_format", "log_level"))
+@running_options
 def run_command(
     file: Path,
     config: Path | None,
     until_drained: bool,
+    metrics_listen: str | None,
     on_gap: Literal["stop", "skip"],
     skip: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Move changes to Kafka, each transaction whole and once, until Ctrl-C or SIGTERM.
+    """Move changes to Kafka, each transaction whole and once, until SIGINT or SIGTERM.
 
-    The file's `kafka` and `topic_prefix` hold where no option names them.
+    `kafka` and `topic_prefix` of the mapping file count where no option names them.
     """
     capture = _open(file)
     mapping = capture.mapping
@@ -153,64 +146,43 @@ def run_command(
     options["topic_prefix"] = options["topic_prefix"] or mapping.topic_prefix
     settings = settings_from(config, options)
     configure_logging(settings.log_format, settings.log_level)
-    if capture.is_outbox:
-        work = _run_outbox(capture, settings, until_drained)
-    else:
-        work = _run(capture, settings, until_drained, on_gap, skip)
-    click.echo(
-        f"Capture {mapping.name} runs: {capture.database.name} to {settings.kafka}.", err=True
-    )
-    run_async(until_signal(work))
 
+    async def start() -> Running:
+        if capture.is_outbox:
+            return await _start_outbox(capture, settings)
+        from txbroker.relay.capture.running import RunningCapture
 
-async def _run(
-    capture: Capture,
-    settings: Settings,
-    until_drained: bool,
-    on_gap: Literal["stop", "skip"],
-    skip: Sequence[str],
-) -> None:
-    with needs("relay"):
-        from txbroker.relay.capture.running import CaptureRun
-        from txbroker.relay.pump import PumpEvents
-    source = await capture.source(on_gap=on_gap, skip=skip)
-    until = await capture.end() if until_drained else None
-    door = _Door(settings).consuming_door()
-    try:
-        await door.start()
-        run = CaptureRun(
-            await capture.keyed(),
-            source,
-            door,
+        running = RunningCapture(
+            capture,
+            settings.kafka,
             topic_prefix=settings.topic_prefix,
-            events=PumpEvents(),
-            until=until,
+            security=security_of(settings),
+            on_gap=on_gap,
+            skip=skip,
         )
-        await run.run()
-    finally:
-        await door.close()
+        await running.start()
+        return running
+
+    run_relay(
+        start,
+        f"capture {mapping.name}",
+        until_drained=until_drained,
+        metrics_listen=metrics_listen,
+    )
 
 
-async def _run_outbox(capture: Capture, settings: Settings, until_drained: bool) -> None:
-    with needs("relay"):
-        from txbroker.relay import Outbox, Relay
-    database = capture.database
-    assert isinstance(database, SQLite)
+async def _start_outbox(capture: Capture, settings: Settings) -> Running:
+    """Start the relay of the outbox to which triggers write."""
+    from txbroker.relay import Outbox, Relay
+
     to_do = [each.text for each in await capture.plan() if each.state is not StepState.DONE]
     if to_do:
-        raise CommandFailed(f"{'; '.join(to_do)}: run `txbroker capture apply` first")
-    async with Relay(
-        Outbox(database), _Door(settings), topic_prefix=settings.topic_prefix
-    ) as relay:
-        await (relay.drain(_DRAIN_S) if until_drained else relay.run())
-
-
-class _Door:
-    """Kafka with the login of these settings; see `HasConsumingDoor`."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-
-    def consuming_door(self) -> ConsumingDoor:
-        """Return a door that is not started."""
-        return KafkaConsumingDoor.from_access(self._settings, "txbroker-capture")
+        raise CommandFailed(f"{'; '.join(to_do)}: run `txbroker capture apply FILE` first")
+    relay = Relay(
+        Outbox(capture.database),
+        settings.kafka,
+        topic_prefix=settings.topic_prefix,
+        security=security_of(settings),
+    )
+    await relay.start()
+    return relay

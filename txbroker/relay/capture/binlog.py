@@ -14,7 +14,7 @@ import socket
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import pymysql
 from msgspec import Struct
@@ -82,10 +82,27 @@ class ChangesLost(ConfigurationError):
         )
 
 
+class Place(NamedTuple):
+    """A place in the files of the log."""
+
+    file: str
+    offset: int
+
+    def bytes_to(self, end: Place, file_bytes: int) -> int:
+        """Return the bytes up to another place, about.
+
+        Args:
+            file_bytes: of a whole file, at most.
+        """
+        files = int(end.file.rpartition(".")[2]) - int(self.file.rpartition(".")[2])
+        return max(0, files * file_bytes + end.offset - self.offset)
+
+
 class Committed(Struct, frozen=True, gc=False):
     """The end of a transaction, and the position after it."""
 
     position: bytes
+    place: Place
 
 
 class Alive(Struct, frozen=True, gc=False):
@@ -255,7 +272,8 @@ class Binlog:
 
     def _ended(self, info: TransactionInfo) -> Committed:
         self._position[int(info.id.split("-")[0])] = info.id
-        return Committed(",".join(self._position.values()).encode())
+        place = Place(self._stream.log_file, self._stream.log_pos)
+        return Committed(",".join(self._position.values()).encode(), place)
 
     def _check_known(self, event: NotImplementedEvent) -> None:
         if event.event_type in _COMPRESSED:

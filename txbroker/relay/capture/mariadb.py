@@ -16,6 +16,7 @@ from msgspec import Struct
 from txbroker.core.records import Message
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.mariadb import MariaDB
+from txbroker.databases.steps import Query, Steps
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture import mariadb_setup
 from txbroker.relay.capture.binlog import (
@@ -24,6 +25,7 @@ from txbroker.relay.capture.binlog import (
     Binlog,
     ChangesLost,
     Committed,
+    Place,
     check_position,
 )
 from txbroker.relay.capture.binlog_values import BYTE_TYPES
@@ -44,12 +46,12 @@ class _Piece(Struct, frozen=True, gc=False):
     """Messages of one transaction.
 
     Attributes:
-        position: after it, with its last piece.
+        end: with its last piece.
     """
 
     messages: list[Message]
     size: int
-    position: bytes | None
+    end: Committed | None
 
 
 class _Reader:
@@ -101,7 +103,7 @@ class _Reader:
 
     def next_whole_size(self) -> int | None:
         """Return the size of the next piece if it is there and a whole transaction."""
-        return self._pieces[0].size if self._pieces and self._pieces[0].position else None
+        return self._pieces[0].size if self._pieces and self._pieces[0].end else None
 
     async def close(self) -> None:
         """End the thread."""
@@ -127,7 +129,8 @@ class _Reader:
         size = number = 0
         begun = False
         info: TransactionInfo | None = None
-        last_s, skipped = time.monotonic(), None
+        last_s = time.monotonic()
+        skipped: Committed | None = None
         convert = self._mapping.messages
         for event in self._binlog.read():
             if isinstance(event, Change):
@@ -143,10 +146,10 @@ class _Reader:
                 info, number, begun = event, 0, False
             elif isinstance(event, Committed):
                 if messages or begun:
-                    self._put(_Piece(messages, size, event.position))
+                    self._put(_Piece(messages, size, event))
                     messages, size, skipped, last_s = [], 0, None, time.monotonic()
                 else:
-                    skipped = event.position
+                    skipped = event
             # Between transactions, where nothing wanted changes: the position must move on, before
             # the server purges its log.
             if (
@@ -174,16 +177,18 @@ class _Reader:
             self._loop.call_soon_threadsafe(self._arrived.set)
 
 
-class _Delivery:
+class _Delivery(Delivery):
     """Whole transactions, joined while they are small and there.
 
     Attributes:
         position: after the last; b"" until all pieces are taken.
+        place: the same in the files of the log.
     """
 
     def __init__(self, reader: _Reader) -> None:
         self._reader = reader
         self.position = b""
+        self.place = Place("", 0)
 
     async def pieces(self) -> AsyncIterator[Sequence[Message]]:
         """Yield the messages; see `Delivery.pieces`."""
@@ -193,12 +198,13 @@ class _Delivery:
             piece = await self._reader.take()
             messages += piece.messages
             size += piece.size
-            following = None if piece.position is None else self._reader.next_whole_size()
-            joined = following is not None and size + following <= PIECE_BYTES
-            if piece.position is None or not joined:
-                yield messages
-                messages = []
-                self.position = piece.position or b""
+            following = None if piece.end is None else self._reader.next_whole_size()
+            if following is not None and size + following <= PIECE_BYTES:
+                continue
+            yield messages
+            messages = []
+            if piece.end is not None:
+                self.position, self.place = piece.end.position, piece.end.place
 
 
 class MariadbSource:
@@ -260,14 +266,37 @@ class MariadbSource:
         return _Delivery(self._reader)
 
     async def delivered(self, delivery: Delivery) -> None:
-        """Do nothing: MariaDB keeps its log for as long as its settings say."""
+        """Remember the place: MariaDB keeps its log for as long as its settings say."""
+        assert isinstance(delivery, _Delivery)
+        self._place = delivery.place
 
     async def refused(self, delivery: Delivery, refusals: Sequence[Refusal]) -> None:
         """Refuse to go on: a change cannot be left out."""
         raise DeliveryRefused(f"{self._mapping.name}: {refusals[0].cause}")
+
+    async def lag_bytes(self) -> int:
+        """Return how much of the log follows the last delivery, about; 0 before the first.
+
+        Raises:
+            DatabaseUnavailable
+        """
+        if self._place is None:
+            return 0
+        with self._database.explained():
+            found = await self._database.apart_async(_end_of_log())
+        return self._place.bytes_to(*found)
 
     async def close(self) -> None:
         """Close the connections, and end the thread."""
         reader, self._reader = self._reader, None
         if reader is not None:
             await reader.close()
+
+
+def _end_of_log() -> Steps[tuple[Place, int]]:
+    """Return the end of the log, and the size of its files."""
+    found = yield Query("SHOW GLOBAL STATUS LIKE 'binlog_snapshot%'")
+    shown = {name.lower(): value for name, value in found.rows}
+    size = yield Query("SELECT @@global.max_binlog_size")
+    end = Place(shown["binlog_snapshot_file"], int(shown["binlog_snapshot_position"]))
+    return end, int(size.rows[0][0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 from msgspec.json import decode
@@ -22,6 +22,17 @@ _LEFT: dict[str, str] = {
     "sqlite": "the tables and rows of the outbox, which its relay still delivers",
 }
 """What `remove` leaves, by the kind of database."""
+
+
+class CaptureSource(Source, Protocol):
+    """A source of changes."""
+
+    async def lag_bytes(self) -> int:
+        """Return how much the database holds for it, about.
+
+        Raises:
+            DatabaseUnavailable
+        """
 
 
 class Capture(Struct, frozen=True):
@@ -64,7 +75,7 @@ class Capture(Struct, frozen=True):
 
     async def source(
         self, *, on_gap: Literal["stop", "skip"] = "stop", skip: Collection[str] = ()
-    ) -> Source:
+    ) -> CaptureSource:
         """Return the source of a capture that is no outbox.
 
         Args:

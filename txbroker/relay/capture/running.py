@@ -3,81 +3,164 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
 
-from txbroker.door.consuming import ConsumingDoor
+import structlog
+
+from txbroker.databases.database import DatabaseUnavailable
 from txbroker.door.delivering import WriterFenced
+from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError
-from txbroker.relay.capture.mapping import TableMappings
-from txbroker.relay.pump import Pump, PumpEvents
-from txbroker.relay.running import positions_topic
+from txbroker.relay.capture.plan import Capture, CaptureSource
+from txbroker.relay.metrics import RelayCollector, RelayFigures
+from txbroker.relay.pump import Pump
+from txbroker.relay.relay import StillWaiting
+from txbroker.relay.running import open_door, positions_topic
 from txbroker.relay.sink import RelaySink
-from txbroker.relay.source import Delivery, Refusal, Source
+from txbroker.relay.source import Delivery, Refusal
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
+
+_LAG_S = 5.0
+_STOP_S = 10.0
 
 
-class CaptureRun:
+class RunningCapture:
     """Moves the changes of a capture to Kafka.
 
     Args:
-        door: to Kafka, started.
+        kafka: bootstrap servers.
         topic_prefix: of the topic of positions, `PREFIX.relay`.
-        until: ends the run at the first position that it accepts.
+        security: settings of the connection to Kafka, see `RelayOptions`.
+        on_gap: "skip": go on where changes were lost.
+        skip: ids of changes that are left out.
     """
 
     def __init__(
         self,
-        mapping: TableMappings,
-        source: Source,
-        door: ConsumingDoor,
+        capture: Capture,
+        kafka: str,
         *,
         topic_prefix: str,
-        events: PumpEvents,
-        until: Callable[[bytes], bool] | None = None,
+        security: Mapping[str, Any] | None = None,
+        on_gap: Literal["stop", "skip"] = "stop",
+        skip: Collection[str] = (),
     ) -> None:
-        self._name = mapping.name
-        self._source = source
-        self._door = door
+        self._capture = capture
+        self._kafka = kafka
         self._positions = f"{topic_prefix}.relay"
-        self._events = events
-        self._until = until
+        self._security = security
+        self._on_gap: Literal["stop", "skip"] = on_gap
+        self._skip = skip
+        self._figures = RelayFigures()
+        self._stack = contextlib.AsyncExitStack()
+        self._position: bytes | None = None
+        self._moved = asyncio.Event()
+        self._task: asyncio.Task[None]
+
+    async def start(self) -> None:
+        """Connect and begin.
+
+        Raises:
+            ConfigurationError: the mapping does not fit the database, or Kafka refuses.
+            DatabaseUnavailable, KafkaUnavailable
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+
+    async def _start(self) -> None:
+        name = self._capture.mapping.name
+        source = await self._capture.source(on_gap=self._on_gap, skip=self._skip)
+        self._stack.push_async_callback(source.close)
+        door = open_door(self._kafka, self._security)
+        self._stack.push_async_callback(door.close)
+        await door.start()
+        await door.create([positions_topic(self._positions)])
+        key = f"{name}/capture"
+        writer = door.delivery_writer(f"{self._positions}.{name}.capture", self._positions, key)
+        self._position = await writer.look()
+        pump = Pump(key, _Watched(source, self._delivered), RelaySink(door, writer), self._figures)
+        self._task = asyncio.create_task(pump.run(), name=f"txbroker {key}")
+        self._task.add_done_callback(lambda _: self._moved.set())
+        self._stack.push_async_callback(self._stop, pump)
+        self._figures.lag_bytes = 0
+        lag = asyncio.create_task(self._watch_lag(source))
+        self._stack.callback(lag.cancel)
+
+    async def _stop(self, pump: Pump) -> None:
+        """End after the delivery in flight."""
+        pump.stop()
+        if not self._task.done():
+            await asyncio.wait([self._task], timeout=_STOP_S)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
 
     async def run(self) -> None:
-        """Run until the end that was given, an error that a retry does not cure, or cancellation.
+        """Run until an error that a retry does not cure, and raise it.
 
         Raises:
             ConfigurationError: the database cannot be captured any more, or another process has
                 taken over.
         """
-        await self._door.create([positions_topic(self._positions)])
-        key = f"{self._name}/capture"
-        writer = self._door.delivery_writer(
-            f"{self._positions}.{self._name}.capture", self._positions, key
-        )
-        sink = RelaySink(self._door, writer)
-        watched = _Watched(self._source, self._delivered)
-        self._pump = Pump(key, watched, sink, self._events)
-        if self._until is not None and (stored := await writer.look()) is not None:
-            self._delivered(stored)
         try:
-            await self._pump.run()
+            await asyncio.shield(self._task)
         except WriterFenced:
             raise ConfigurationError(
-                f"another process has taken over capture {self._name}: if it should not, two "
-                "captures have this name; stop one, or give it another name"
+                f"another process has taken over capture {self._capture.mapping.name}: if it "
+                "should not, two captures have this name; stop one, or give it another name"
             ) from None
-        finally:
-            await self._source.close()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until all that is committed now is in Kafka.
+
+        Raises:
+            StillWaiting: not after `timeout_s` seconds.
+            ConfigurationError: see `run`.
+        """
+        reached = await self._capture.end()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._position is None or not reached(self._position):
+                    if self._task.done():
+                        await self.run()
+                    self._moved.clear()
+                    await self._moved.wait()
+        except TimeoutError:
+            raise StillWaiting(
+                f"capture {self._capture.mapping.name} is not at the end after {timeout_s:g} s"
+            ) from None
+
+    def collector(self) -> RelayCollector:
+        """Return its metrics for `prometheus_client.REGISTRY.register`."""
+        return RelayCollector(self._capture.mapping.name, self._figures)
+
+    async def close(self) -> None:
+        """End after the delivery in flight, and close the connections."""
+        await self._stack.aclose()
 
     def _delivered(self, position: bytes) -> None:
-        if self._until is not None and self._until(position):
-            # After the pump has noted this delivery.
-            asyncio.get_running_loop().call_soon(self._pump.stop)
+        self._position = position
+        self._moved.set()
+
+    async def _watch_lag(self, source: CaptureSource) -> None:
+        while True:
+            try:
+                self._figures.lag_bytes = await source.lag_bytes()
+            except DatabaseUnavailable as error:
+                log.warning("lag of capture unknown", error=safe_repr(error))
+            await asyncio.sleep(_LAG_S)
 
 
 class _Watched:
     """A source whose delivered positions are reported."""
 
-    def __init__(self, source: Source, delivered: Callable[[bytes], None]) -> None:
+    def __init__(self, source: CaptureSource, delivered: Callable[[bytes], None]) -> None:
         self.resume = source.resume
         self.next = source.next
         self.close = source.close

@@ -263,7 +263,7 @@ def _value(writer: TableWriter, operation: Operation, row: str, columns: Sequenc
         after,
         _text(',"time_ms":'),
         SQLITE.now_ms,
-        _text(f',"source":{json.dumps(source)}}}'),
+        _text(f',"source":{json.dumps(source, separators=(",", ":"))}}}'),
     )
     return f"CAST({' || '.join(parts)} AS BLOB)"
 
