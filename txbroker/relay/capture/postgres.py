@@ -447,7 +447,7 @@ class _Reader:
         except ConfigurationError as error:
             change_id = f"{self._transaction.id}/{number}"
             raise ConfigurationError(
-                f"change {change_id}: {error}; to leave this change out, run with --skip {change_id}"
+                f"change {change_id}: {error}; to leave it out, run with --skip {change_id}"
             ) from error
         for message in messages:
             self.messages.append(message)
