@@ -57,18 +57,24 @@ class Recorder:
 
 @dataclass
 class PgWorld:
-    """One database, with the tables `orders (id, item)` and, not captured, `other`."""
+    """A database that has only the tables `orders (id, item)` and, not captured, `other`."""
 
     server: PostgresServer
+    url: str
     tables: Sequence[CapturedTable] = (captured("orders"),)
-    url: str = field(init=False)
     mapping: Recorder = field(init=False)
     sources: list[PostgresSource] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.url = self.server.create_database()
         self.mapping = Recorder(unique("shop"), self.tables)
-        self.admin(_REPLICATION)
+        database = self.url.rpartition("/")[2]
+        self.admin(
+            _REPLICATION,
+            f"ALTER DATABASE {database} OWNER TO txbroker",
+            f"ALTER DATABASE {database} RESET ALL",
+            "DROP SCHEMA public CASCADE",
+            "CREATE SCHEMA public AUTHORIZATION txbroker",
+        )
         self.execute("CREATE TABLE orders (id int PRIMARY KEY, item text)")
         self.execute("CREATE TABLE other (id int)")
 
@@ -106,7 +112,7 @@ class PgWorld:
         """Apply; return a source that has delivered its first position."""
         await self.apply()
         source = await self.source(**options)
-        assert await take(source) == []
+        assert (await read(source, empty=True)).values == []
         return source
 
     async def close(self) -> None:
@@ -145,18 +151,25 @@ class Taken:
     ids: list[str]
 
 
-async def read(source: PostgresSource, *, deliver: bool = True) -> Taken:
-    """Read the next delivery."""
-    async with asyncio.timeout(DEADLINE_S):
-        delivery = await source.next()
-        messages = [message async for piece in delivery.pieces() for message in piece]
-        if deliver:
-            await source.delivered(delivery)
-    return Taken(
-        delivery.position,
-        [msgspec.json.decode(message.value or b"") for message in messages],
-        [(message.headers[0][1] or b"").decode() for message in messages],
-    )
+async def read(source: PostgresSource, *, deliver: bool = True, empty: bool = False) -> Taken:
+    """Read the next delivery that has messages.
+
+    Args:
+        deliver: acknowledge it.
+        empty: take one without messages, too, which comes each second.
+    """
+    while True:
+        async with asyncio.timeout(DEADLINE_S):
+            delivery = await source.next()
+            messages = [message async for piece in delivery.pieces() for message in piece]
+            if deliver or not messages:
+                await source.delivered(delivery)
+        if messages or empty:
+            return Taken(
+                delivery.position,
+                [msgspec.json.decode(message.value or b"") for message in messages],
+                [(message.headers[0][1] or b"").decode() for message in messages],
+            )
 
 
 async def take(source: PostgresSource) -> list[Any]:
