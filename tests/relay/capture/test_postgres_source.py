@@ -129,7 +129,13 @@ async def test_changes_of_all_kinds(pg: PgWorld) -> None:
             connection.execute(statement)
         connection.commit()
     values = await take(source)
-    known: dict[str, Any] = {"schema": "public", "before": None, "after": None, "key": None, "unchanged": []}
+    known: dict[str, Any] = {
+        "schema": "public",
+        "before": None,
+        "after": None,
+        "key": None,
+        "unchanged": [],
+    }
     orders, kept = {**known, "table": "orders"}, {**known, "table": "kept"}
     whole = {"id": 2, "large": large}
     assert values[:7] == [
