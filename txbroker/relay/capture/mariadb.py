@@ -177,7 +177,7 @@ class _Reader:
             self._loop.call_soon_threadsafe(self._arrived.set)
 
 
-class _Delivery(Delivery):
+class _Delivery:
     """Whole transactions, joined while they are small and there.
 
     Attributes:
@@ -226,6 +226,7 @@ class MariadbSource:
         self._skips_gaps = on_gap == "skip"
         self._gap = False
         self._reader: _Reader | None = None
+        self._place: Place | None = None
 
     async def resume(self, position: bytes | None) -> None:
         """Begin after a position, or where `apply` recorded it."""
