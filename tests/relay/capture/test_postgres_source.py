@@ -13,6 +13,7 @@ import pytest
 from tests.kit.until import until
 from tests.relay.capture.pg_world import PgWorld, captured, changes, read, take
 from txbroker.databases.database import DatabaseUnavailable
+from txbroker.relay.capture import postgres
 from txbroker.relay.capture.pg import stream as pgstream
 from txbroker.relay.capture.pg.pgoutput import parse_lsn
 from txbroker.relay.capture.postgres import PostgresSource
@@ -187,8 +188,9 @@ async def test_partitions_are_captured_as_their_table(pg: PgWorld) -> None:
     assert changes(values) == [("insert", 1, "a"), ("insert", 11, "b")]
 
 
-async def test_an_idle_capture_holds_no_wal(pg: PgWorld) -> None:
-    source = await pg.started(beat_s=0.05)
+async def test_an_idle_capture_holds_no_wal(pg: PgWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres, "_IDLE_S", 0.05)
+    source = await pg.started()
     before = confirmed(pg)
     pg.execute("INSERT INTO other SELECT generate_series(1, 100000)")
     ((end,),) = pg.execute("SELECT pg_current_wal_lsn()")
@@ -263,6 +265,7 @@ async def test_the_server_can_be_shut_down(pg: PgWorld) -> None:
 async def test_a_server_that_is_silent_is_left(
     pg: PgWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(postgres, "_IDLE_S", 0.05)
     monkeypatch.setattr(pgstream, "SILENCE_S", 0.3)
     source = await pg.started(beat_s=0.05)
     pg.server.pause()

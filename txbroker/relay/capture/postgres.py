@@ -43,8 +43,10 @@ log = structlog.wrap_logger(logging.getLogger(__name__))
 
 PREFIX = "txbroker"
 """Of messages that `pg_logical_emit_message` writes for us."""
+_IDLE_S = 1.0
+"""How often a position without messages is delivered."""
 _PIECE_BYTES = 1 << 20
-_JOINED_S = 0.01
+_JOINED_S = 0.02
 _RECORD_BYTES = 100
 _BUSY_FRAMES = 500  # then other tasks run
 _STRUCTURE = b"CR"
@@ -86,8 +88,7 @@ class PostgresSource:
         on_gap: "skip": where changes were lost, go on with those that are left, instead of
             stopping.
         skip: ids of changes, as errors name them, that are left out.
-        beat_s: how often the server is asked for an answer, the set-up is checked, and a position
-            without messages is delivered, seconds.
+        beat_s: how often the server is asked for an answer and the set-up is checked, seconds.
         held_max_s: how long another process may hold the slot, seconds: a server notices a host
             that has vanished only after its `wal_sender_timeout`.
     """
@@ -235,7 +236,7 @@ class PostgresSource:
             return True
         if reader.end <= self._delivered:
             return False
-        return reader.stream.asked or time.monotonic() - self._delivered_s >= self._beat_s
+        return reader.stream.asked or time.monotonic() - self._delivered_s >= _IDLE_S
 
     async def _pieces(self, delivery: _Delivery) -> AsyncIterator[Sequence[Message]]:
         """Yield what has been read, with the rest of its transaction, joined with the transactions
@@ -267,7 +268,7 @@ class PostgresSource:
         return self._reader
 
     async def _wait(self, reader: _Reader) -> None:
-        await reader.stream.readable(self._beat_s)
+        await reader.stream.readable(_IDLE_S)
         self._running()
 
     # --- after Kafka -------------------------------------------------------------------------
@@ -447,7 +448,7 @@ class _Reader:
         except ConfigurationError as error:
             change_id = f"{self._transaction.id}/{number}"
             raise ConfigurationError(
-                f"change {change_id}: {error}; to leave this change out, run with --skip {change_id}"
+                f"change {change_id}: {error}; to leave it out, run with --skip {change_id}"
             ) from error
         for message in messages:
             self.messages.append(message)
