@@ -55,7 +55,7 @@ class RunningCapture:
         self._security = security
         self._on_gap: Literal["stop", "skip"] = on_gap
         self._skip = skip
-        self._figures = RelayFigures()
+        self._figures = RelayFigures(lambda: 1)
         self._stack = contextlib.AsyncExitStack()
         self._position: bytes | None = None
         self._moved = asyncio.Event()
