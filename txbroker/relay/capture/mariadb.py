@@ -177,7 +177,7 @@ class _Reader:
             self._loop.call_soon_threadsafe(self._arrived.set)
 
 
-class _Delivery(Delivery):
+class _Delivery:
     """Whole transactions, joined while they are small and there.
 
     Attributes:
@@ -224,8 +224,10 @@ class MariadbSource:
         self._mapping = mapping
         self._database = database
         self._skips_gaps = on_gap == "skip"
-        self._gap = False
+        self._gap = ""
+        """What was lost and is to be skipped."""
         self._reader: _Reader | None = None
+        self._place: Place | None = None
 
     async def resume(self, position: bytes | None) -> None:
         """Begin after a position, or where `apply` recorded it."""
@@ -248,15 +250,15 @@ class MariadbSource:
             self._lost(error)
         if self._gap:
             start = facts.settings["gtid_binlog_pos"]
-            log.warning("capture skips changes", capture=mapping.name, position=start)
-        self._gap = False
+            log.warning("capture skips a gap", capture=mapping.name, gap=self._gap)
+        self._gap = ""
         binlog = Binlog(database, facts.byte_types(BYTE_TYPES), start)
         self._reader = _Reader(binlog, mapping, self._lost)
 
     def _lost(self, error: ChangesLost) -> None:
         if not self._skips_gaps:
             raise error
-        self._gap = True
+        self._gap = str(error)
 
     async def next(self) -> Delivery:
         """Wait for committed transactions."""

@@ -55,7 +55,7 @@ class RunningCapture:
         self._security = security
         self._on_gap: Literal["stop", "skip"] = on_gap
         self._skip = skip
-        self._figures = RelayFigures()
+        self._figures = RelayFigures(lambda: 1)
         self._stack = contextlib.AsyncExitStack()
         self._position: bytes | None = None
         self._moved = asyncio.Event()
@@ -84,7 +84,6 @@ class RunningCapture:
         await door.create([positions_topic(self._positions)])
         key = f"{name}/capture"
         writer = door.delivery_writer(f"{self._positions}.{name}.capture", self._positions, key)
-        self._position = await writer.look()
         pump = Pump(key, _Watched(source, self._delivered), RelaySink(door, writer), self._figures)
         self._task = asyncio.create_task(pump.run(), name=f"txbroker {key}")
         self._task.add_done_callback(lambda _: self._moved.set())
@@ -161,11 +160,16 @@ class _Watched:
     """A source whose delivered positions are reported."""
 
     def __init__(self, source: CaptureSource, delivered: Callable[[bytes], None]) -> None:
-        self.resume = source.resume
         self.next = source.next
         self.close = source.close
         self._source = source
         self._report = delivered
+
+    async def resume(self, position: bytes | None) -> None:
+        """See `Source.resume`: a predecessor may have delivered this position a moment ago."""
+        await self._source.resume(position)
+        if position is not None:
+            self._report(position)
 
     async def delivered(self, delivery: Delivery) -> None:
         """See `Source.delivered`."""
