@@ -102,7 +102,8 @@ class Postgres(Database):
 
         Raises: the driver's error.
         """
-        options = {"connect_timeout": _CONNECT_S, **self._options, "replication": "database"}
+        given = {name: value for name, value in self._options.items() if name not in _OF_PSYCOPG}
+        options = {"connect_timeout": _CONNECT_S, **given, "replication": "database"}
         connection: psycopg.AsyncConnection[Any] = await _psycopg().AsyncConnection.connect(
             self._conninfo, autocommit=True, **options
         )

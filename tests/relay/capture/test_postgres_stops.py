@@ -10,14 +10,17 @@ from typing import Any
 import msgspec
 import psycopg
 import pytest
+from psycopg.rows import dict_row
 
 from tests.kit.database_servers import PostgresServer
 from tests.kit.until import until
 from tests.relay.capture.pg_world import PgWorld, Recorder, changes, read, take
 from txbroker.databases.database import DatabaseUnavailable
+from txbroker.databases.postgres import Postgres
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture import postgres
 from txbroker.relay.capture.changes import Change, Emitted, TransactionInfo
+from txbroker.relay.capture.pg.stream import PgStream
 from txbroker.relay.capture.postgres import PostgresSource
 
 
@@ -173,6 +176,21 @@ async def test_two_captures_with_one_name(pg: PgWorld, monkeypatch: pytest.Monke
         await until(lambda: tried(impatient, position))
     await first.close()
     assert await until(lambda: tried(second, position))
+
+
+async def test_a_slot_that_another_connection_takes_first(pg: PgWorld) -> None:
+    await pg.apply()
+    database = Postgres(pg.url, row_factory=dict_row)
+    first, second = PgStream(database, pg.slot), PgStream(database, pg.slot)
+    try:
+        for stream in (first, second):
+            await stream.open()
+        await first.start(0, pg.slot, messages=False)
+        with pytest.raises(DatabaseUnavailable, match="is active for PID"):
+            await second.start(0, pg.slot, messages=False)
+    finally:
+        await first.close()
+        await second.close()
 
 
 async def tried(source: PostgresSource, position: bytes) -> bool:

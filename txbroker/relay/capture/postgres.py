@@ -12,7 +12,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import suppress
 from typing import Literal
 
 import msgspec
@@ -308,8 +307,7 @@ class PostgresSource:
         reader, self._reader = self._reader, None
         if beat is not None:
             beat.cancel()
-            with suppress(asyncio.CancelledError):
-                await beat
+            await asyncio.gather(beat, return_exceptions=True)
         if reader is not None:
             await reader.stream.close()
 

@@ -23,7 +23,7 @@ DATA_AT = 25
 SILENCE_S = 60.0
 """How long a server that was asked may be silent, seconds; its own limit is the same."""
 _LOST_SLOT = ("55000", "58P01")
-_NO_OBJECT = "42704"
+_NO_OBJECT, _DENIED = "42704", "42501"
 
 
 class System(NamedTuple):
@@ -173,8 +173,11 @@ class PgStream:
             self._silent_since_s = now_s
         elif now_s - self._silent_since_s > SILENCE_S:
             raise self._unavailable(f"does not answer since {SILENCE_S:.0f} s")
+        try:
+            socket = self._libpq.socket
+        except Exception as error:
+            raise self._explained(error) from error
         self._waiter = self._loop.create_future()
-        socket = self._libpq.socket
         self._loop.add_reader(socket, self.wake)
         try:
             await asyncio.wait((self._waiter,), timeout=timeout_s)
@@ -221,17 +224,19 @@ class PgStream:
         return self._refusal((code or b"").decode(), " ".join(text.split()))
 
     def _explained(self, error: Exception) -> BaseException:
-        if isinstance(error, TxbrokerError):
+        """Return the error to raise for one of the driver; others as they are."""
+        if not hasattr(error, "sqlstate"):
             return error
-        text = " ".join(str(error).split())
-        if "role to start walsender" in text or "permission denied to start WAL sender" in text:
+        code, text = error.sqlstate or "", " ".join(str(error).split())
+        # A refused connection has no code.
+        if code == _DENIED or "start walsender" in text or "start WAL sender" in text:
             return ConfigurationError(
                 f"{self._database.name}: this user may not replicate: ALTER ROLE … REPLICATION as "
                 "an administrator"
             )
-        found = self._refusal(getattr(error, "sqlstate", None) or "", text)
-        known = isinstance(found, ConfigurationError)
-        return found if known else self._database.explain(error)
+        found = self._refusal(code, text)
+        known = self._database.explain(error)
+        return known if known is not error and isinstance(found, DatabaseUnavailable) else found
 
     def _refusal(self, code: str, text: str) -> TxbrokerError:
         """Return the error for one of the server while it streams."""
