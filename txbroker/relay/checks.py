@@ -1,4 +1,4 @@
-"""Checks of rows that nobody has decided, by the runner of check-backs."""
+"""Checks of undecided rows, by the runner of check-backs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class OutboxChecks(CheckOwner):
         self._offered: set[str] = set()
 
     async def offer(self) -> None:
-        """Offer what is due."""
+        """Offer due rows."""
         for id in await self._thread.read(lambda: self._rows.due(_DUE_MAX)):
             if self._runner.due(self, id, self._group, "", CheckReason.DUE):
                 self._offered.add(id)
