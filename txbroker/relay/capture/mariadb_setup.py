@@ -52,7 +52,7 @@ class Column(Struct, frozen=True):
 
 
 class Facts(Struct, frozen=True):
-    """The facts about a server.
+    """The findings of `look`.
 
     Attributes:
         settings: by name, as text.
