@@ -73,4 +73,4 @@ class ShardPumps:
             wakeups(thread, database),
             Retries(self._settings.retries_max),
         )
-        return RelaySink(self._door, writer), source
+        return RelaySink(self._door, writer, topic), source
