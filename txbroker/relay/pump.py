@@ -135,6 +135,7 @@ class Pump:
                 cause=str(error),
             )
             self._events.refused(len(error.refusals))
+            await self._sink.abort()  # earlier pieces may be written
             await self._source.refused(delivery, error.refusals)
             return
         failpoint("relay.committed")

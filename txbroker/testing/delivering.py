@@ -74,6 +74,9 @@ class MemoryDeliveryWriter(DeliveryWriter):
         self._check_claimed()
         self._copies += copies
 
+    async def abort(self) -> None:
+        self._copies = []
+
     async def commit(self, position: bytes) -> None:
         self._check_claimed()
         copies = [*self._copies, Copy(*self._at, Record(self._key, position))]
