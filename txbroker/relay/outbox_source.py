@@ -17,6 +17,7 @@ from msgspec import Struct
 from txbroker.contract.json import headers_from_json
 from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER
 from txbroker.core.records import Header, Message
+from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.outbox.leases import Named
 from txbroker.databases.outbox.waiting import FullRow, Refused, WaitingRow, WaitingRows
 from txbroker.databases.steps import Steps
@@ -75,9 +76,10 @@ class OutboxDelivery(Delivery):
         for positions in self._pieces():
             rows = await self._source.fetch(positions)
             if len(rows) != len(positions):
-                raise ConfigurationError(
-                    "rows of the outbox were deleted or changed while they were sent: leave rows "
-                    "in the state LOCAL_COMMIT to the relay, and start it again"
+                # Also if this relay was replaced, and the rows are purged.
+                raise DatabaseUnavailable(
+                    "rows of the outbox were deleted while they were sent: leave rows in the state "
+                    "LOCAL_COMMIT to the relay"
                 )
             for row in rows:
                 self._digest.update(f"{row.id}\n".encode())
@@ -165,14 +167,14 @@ class OutboxSource:
         if await self._release():
             return True
         blocked = {
-            row.unit or row.position
+            row.unit or row.position: self._held[row.orders_by]
             for row in rows
-            if self._held.get(row.orders_by or b"") is not None
+            if row.orders_by is not None and row.orders_by in self._held
         }
         if not blocked:
             return False
         positions = [row.position for row in rows if (row.unit or row.position) in blocked]
-        until_ms = max(self._held.values())
+        until_ms = max(blocked.values())
         await self._thread.transaction(lambda: self._rows.hold(positions, until_ms))
         self._held = await self._thread.read(self._rows.held)
         return True

@@ -22,6 +22,7 @@ _PIECE = 2000
 _UNITS = 500
 """Units of one statement: SQLite takes at most 999 values."""
 _READY = "state = 'LOCAL_COMMIT' AND next_at = 0"
+_UNMARKED = "state <> 'GLOBAL_COMMIT'"
 _ROWS_OVERHEAD = 200
 """Bytes of a row beside key, value and headers."""
 
@@ -120,10 +121,11 @@ class WaitingRows:
     # --- what became of them -------------------------------------------------------------------
 
     def mark(self, positions: Iterable[int]) -> Steps[int]:
-        """Note that rows are visible; return how many were not marked before."""
-        return (
-            yield from self._set("state = 'GLOBAL_COMMIT'", "state = 'LOCAL_COMMIT'", positions)
-        )
+        """Note that rows are visible; return how many were not marked before.
+
+        Also rows that a relay, which was replaced since, has given up meanwhile.
+        """
+        return (yield from self._set("state = 'GLOBAL_COMMIT'", _UNMARKED, positions))
 
     def ids_waiting(self, positions: Iterable[int]) -> Steps[list[tuple[int, str]]]:
         """Return position and id of those rows that are not marked."""
@@ -131,7 +133,7 @@ class WaitingRows:
         for piece in _pieces(positions):
             some = yield Query(
                 f"SELECT kept.position, kept.id FROM {self._dialect.numbers} CROSS JOIN {OUTBOX} "
-                "AS kept WHERE kept.position = numbers.n AND kept.state = 'LOCAL_COMMIT' "
+                f"AS kept WHERE kept.position = numbers.n AND kept.{_UNMARKED} "
                 "ORDER BY kept.position",
                 (json.dumps(piece),),
             )
@@ -152,13 +154,12 @@ class WaitingRows:
 
     def refuse(
         self, refused: Sequence[Refused], retries_max: int, pauses_ms: Sequence[int]
-    ) -> Steps[int]:
-        """Note refusals: each row is sent again after a pause, or given up after `retries_max`.
+    ) -> Steps[None]:
+        """Note refusals: each row is sent again after a pause, or given up after `retries_max`. The
+        other rows of its unit wait with it.
 
         Args:
             pauses_ms: by the number of earlier retries; the last one for all further ones.
-
-        Returns: until when the last of them waits, milliseconds since 1970; 0 if none does.
         """
         now_ms = self._dialect.now_ms
         steps = "".join(
@@ -166,7 +167,7 @@ class WaitingRows:
         )
         pause = f"CASE retries {steps}ELSE {pauses_ms[-1]} END"
         last = f"(retries + 1 >= {retries_max} OR COALESCE(timeout_at <= {now_ms}, FALSE))"
-        until = 0
+        until, units = 0, set[str]()
         for each in refused:
             for begin in range(0, len(each.ids), _UNITS):
                 some = each.ids[begin : begin + _UNITS]
@@ -179,9 +180,20 @@ class WaitingRows:
                     f"cause = ?, changed_at = {now_ms}, retries = retries + 1 {of_rows}",
                     (each.cause, *some),
                 )
-                found = yield Query(f"SELECT MAX(next_at) FROM {OUTBOX} {of_rows}", some)
-                until = max(until, int(found.rows[0][0] or 0))
-        return until
+                found = yield Query(f"SELECT unit, next_at FROM {OUTBOX} {of_rows}", some)
+                units |= {unit for unit, _next_at in found.rows}
+                until = max(until, *(int(next_at) for _unit, next_at in found.rows), 0)
+        yield from self._hold_units(sorted(units - {""}), until)
+
+    def _hold_units(self, units: Sequence[str], until_ms: int) -> Steps[None]:
+        """Let all rows of units wait until one time."""
+        for begin in range(0, len(units), _UNITS):
+            some = units[begin : begin + _UNITS]
+            yield Query(
+                f"UPDATE {OUTBOX} SET next_at = {until_ms} WHERE state = 'LOCAL_COMMIT' "
+                f"AND unit IN ({', '.join('?' * len(some))}){self._of_shards}",
+                some,
+            )
 
     def release(self) -> Steps[int]:
         """Let held rows be sent whose time has come; return their number."""
