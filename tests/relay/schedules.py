@@ -426,8 +426,7 @@ class OutboxInMemory:
                 Query(
                     "INSERT INTO txbroker_outbox (position, id, unit, topic, message_key, "
                     "message_value, shard, timeout_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    (row.position, row.id, unit, row.topic, row.key, row.value, row.shard)
-                    + (row.timeout_ms,),
+                    (row.position, row.id, unit, *row[2:]),
                 )
             )
         self.session.commit()

@@ -101,7 +101,7 @@ class FileChanges(Pauses):
     async def wait(self) -> bool:
         while True:
             await asyncio.sleep(min(_BUSY_S, self.next_s()))
-            version = await self._thread.call(_data_version)
+            version = await self._thread.use(_data_version)
             changed, self._version = version != self._version, version
             second = self.is_second()
             if changed or second:
@@ -133,7 +133,7 @@ class Notifications(Pauses):
         if not self.slow:
             return await super().wait()
         if self._now_s() - self._asleep_s > ASLEEP_S / 2:
-            await self._thread.call(self._listen)
+            await self._thread.use(self._listen)
             await self._thread.transaction(lambda: self._leases.sleep(ASLEEP_S))
             self._asleep_s = self._now_s()
             return False  # a row may have been committed before the mark
