@@ -13,6 +13,7 @@ import random
 import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple, TypeVar, cast
 
 from txbroker.databases.database import DatabaseUnavailable, steps_in_transaction
@@ -33,6 +34,7 @@ from txbroker.testing.delivering import MemoryDeliveryWriter
 from txbroker.testing.memory import LostReply, MemoryKafka
 
 T = TypeVar("T")
+_numbers = count(1)
 POSITIONS = "txbroker.relay"
 TOPICS = {"ready": 2, "late": 1, "small": 1}
 """Their partitions. One does not exist at first, and one takes no large records."""
@@ -87,7 +89,10 @@ class Relay:
         )
         named = world.named
         rows = WaitingRows(SQLITE, rows_of_shard(shard, world.shards))
-        source = OutboxSource(named, rows, cast(DatabaseThread, self), self, RETRIES)
+        leases = Leases(SQLITE, f"relay {next(_numbers)}", 10)
+        world.take(leases.owner, shard)
+        thread = cast(DatabaseThread, self)
+        source = OutboxSource(named, rows, thread, self, RETRIES, lambda: leases.owned(shard))
         sink = RelaySink(cast(Any, world), self._writer)
         self.task = asyncio.ensure_future(self._run(Pump("outbox", source, sink, PumpEvents())))
 
@@ -188,10 +193,16 @@ class World:
         self._ends: dict[tuple[str, int], int] = {}
         self._arrival: asyncio.Future[None] | None = None
         self._current: Relay | None = None
-        database.clear()
+        database.clear(self.shards)
         self._create_topic("ready")
         self._create_topic("small")
         self.kafka.set_message_bytes_max("small", SMALL_BYTES)
+
+    def take(self, owner: str, shard: int) -> None:
+        """Let a relay take the lease of a shard, whoever has it."""
+        self.session.execute(
+            Query("UPDATE txbroker_relay SET owner = ? WHERE shard = ?", (owner, shard))
+        )
 
     # --- what relays ask -----------------------------------------------------------------------
 
@@ -414,9 +425,11 @@ class OutboxInMemory:
         run(create(SQLITE, outbox_tables("outbox")), self.session.execute)
         self.named = run(Leases(SQLITE, "", 10).named(), self.session.execute)
 
-    def clear(self) -> None:
-        """Delete all rows."""
+    def clear(self, shards: int) -> None:
+        """Delete all rows, and divide the outbox into shards."""
         self.session.execute(Query("DELETE FROM txbroker_outbox"))
+        self.session.execute(Query("UPDATE txbroker_relay SET owner = ''"))
+        run(Leases(SQLITE, "", 10).divide(shards), self.session.execute)
 
     def insert(self, unit: str, rows: list[Row]) -> None:
         """Commit rows of a transaction."""

@@ -61,12 +61,12 @@ class MemoryDeliveryWriter(DeliveryWriter):
     async def claim(self) -> bytes | None:
         self._copies = []
 
-        def claim() -> bytes | None:
+        def fence() -> None:
             self._kafka.require_up()
             self._kafka.fence(self._id, self)
-            return self._newest()
 
-        position = await self._home.run(claim)
+        await self._home.run(fence)
+        position = await self._home.run(self._newest)
         self._claimed = True
         return position
 

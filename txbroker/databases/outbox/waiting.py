@@ -155,8 +155,8 @@ class WaitingRows:
     def refuse(
         self, refused: Sequence[Refused], retries_max: int, pauses_ms: Sequence[int]
     ) -> Steps[None]:
-        """Note refusals: each row is sent again after a pause, or given up after `retries_max`. The
-        other rows of its unit wait with it.
+        """Note refusals: each row is sent again after a pause, together with the others of its
+        unit, or given up after `retries_max`.
 
         Args:
             pauses_ms: by the number of earlier retries; the last one for all further ones.
@@ -167,7 +167,7 @@ class WaitingRows:
         )
         pause = f"CASE retries {steps}ELSE {pauses_ms[-1]} END"
         last = f"(retries + 1 >= {retries_max} OR COALESCE(timeout_at <= {now_ms}, FALSE))"
-        until, units = 0, set[str]()
+        units: dict[str, int] = {}
         for each in refused:
             for begin in range(0, len(each.ids), _UNITS):
                 some = each.ids[begin : begin + _UNITS]
@@ -180,19 +180,19 @@ class WaitingRows:
                     f"cause = ?, changed_at = {now_ms}, retries = retries + 1 {of_rows}",
                     (each.cause, *some),
                 )
-                found = yield Query(f"SELECT unit, next_at FROM {OUTBOX} {of_rows}", some)
-                units |= {unit for unit, _next_at in found.rows}
-                until = max(until, *(int(next_at) for _unit, next_at in found.rows), 0)
-        yield from self._hold_units(sorted(units - {""}), until)
-
-    def _hold_units(self, units: Sequence[str], until_ms: int) -> Steps[None]:
-        """Let all rows of units wait until one time."""
-        for begin in range(0, len(units), _UNITS):
-            some = units[begin : begin + _UNITS]
+                waiting = yield Query(
+                    f"SELECT unit, MAX(next_at) FROM {OUTBOX} {of_rows} AND unit <> '' "
+                    "GROUP BY unit",
+                    some,
+                )
+                for unit, until_ms in waiting.rows:
+                    units[unit] = max(units.get(unit, 0), int(until_ms))
+        # All at one time, also those with different retries: they are sent together.
+        for unit, until_ms in units.items():
             yield Query(
-                f"UPDATE {OUTBOX} SET next_at = {until_ms} WHERE state = 'LOCAL_COMMIT' "
-                f"AND unit IN ({', '.join('?' * len(some))}){self._of_shards}",
-                some,
+                f"UPDATE {OUTBOX} SET next_at = {until_ms} "
+                f"WHERE unit = ? AND state = 'LOCAL_COMMIT'{self._of_shards}",
+                (unit,),
             )
 
     def release(self) -> Steps[int]:
