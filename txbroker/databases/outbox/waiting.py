@@ -22,7 +22,6 @@ _PIECE = 2000
 _UNITS = 500
 """Units of one statement: SQLite takes at most 999 values."""
 _READY = "state = 'LOCAL_COMMIT' AND next_at = 0"
-_UNMARKED = "state <> 'GLOBAL_COMMIT'"
 _ROWS_OVERHEAD = 200
 """Bytes of a row beside key, value and headers."""
 
@@ -121,11 +120,10 @@ class WaitingRows:
     # --- what became of them -------------------------------------------------------------------
 
     def mark(self, positions: Iterable[int]) -> Steps[int]:
-        """Note that rows are visible; return how many were not marked before.
-
-        Also rows that a relay, which was replaced since, has given up meanwhile.
-        """
-        return (yield from self._set("state = 'GLOBAL_COMMIT'", _UNMARKED, positions))
+        """Note that rows are visible; return how many were not marked before."""
+        return (
+            yield from self._set("state = 'GLOBAL_COMMIT'", "state = 'LOCAL_COMMIT'", positions)
+        )
 
     def ids_waiting(self, positions: Iterable[int]) -> Steps[list[tuple[int, str]]]:
         """Return position and id of those rows that are not marked."""
@@ -133,7 +131,7 @@ class WaitingRows:
         for piece in _pieces(positions):
             some = yield Query(
                 f"SELECT kept.position, kept.id FROM {self._dialect.numbers} CROSS JOIN {OUTBOX} "
-                f"AS kept WHERE kept.position = numbers.n AND kept.{_UNMARKED} "
+                "AS kept WHERE kept.position = numbers.n AND kept.state = 'LOCAL_COMMIT' "
                 "ORDER BY kept.position",
                 (json.dumps(piece),),
             )
