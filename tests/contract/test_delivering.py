@@ -56,6 +56,7 @@ async def test_position_is_that_of_the_last_delivery(writers: Writers) -> None:
     assert await writers.new().claim() == await writers.new().look() == b"2"
 
 
+@pytest.mark.rule(47)
 async def test_claim_fences_the_writer_before(writers: Writers) -> None:
     first, second = writers.new(), writers.new()
     await first.claim()
@@ -71,6 +72,7 @@ async def test_claim_fences_the_writer_before(writers: Writers) -> None:
     assert await writers.visible() == [b"second"]
 
 
+@pytest.mark.rule(47)
 async def test_aborted_messages_are_not_in_the_next_delivery(writers: Writers) -> None:
     writer = writers.new()
     await writer.claim()

@@ -41,6 +41,7 @@ async def late(world: KafkaHarness) -> Late:
     return Late(world, await world.create_topic("target"))
 
 
+@pytest.mark.rule(47)
 async def test_position_is_read_after_the_predecessor_is_fenced(
     late: Late, make_relay: Callable[..., Relay]
 ) -> None:
@@ -55,6 +56,7 @@ async def test_position_is_read_after_the_predecessor_is_fenced(
     assert await claim == b"1"
 
 
+@pytest.mark.rule(47)
 @pytest.mark.parametrize("fate", [Fate.LOSE_ANSWER, Fate.HOLD_AND_RESET])
 async def test_unknown_end_is_known_after_the_next_claim(
     late: Late, make_relay: Callable[..., Relay], fate: Fate

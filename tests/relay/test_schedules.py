@@ -26,7 +26,7 @@ def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sink, "_MISSING_S", 0.0)
 
 
-@pytest.mark.rule(47, 48, 49, 50)
+@pytest.mark.rule(47, 48, 49, 50, 51)
 @pytest.mark.parametrize("part", range(PARTS))
 async def test_each_row_is_visible_once_whole_and_in_order(part: int) -> None:
     size = SCHEDULES // PARTS
