@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ async def test_attempt_is_stored_before_its_question(tmp_path: Path) -> None:
         return Decision.COMMIT
 
     outbox.prepare(Message("payments", "k", "10 EUR"))
-    options = {"check": check, "check_after_s": 0, "check_interval_s": 0.01}
+    options: dict[str, Any] = {"check": check, "check_after_s": 0, "check_interval_s": 0.01}
     async with Relay(outbox, kafka, **options):
         await until(lambda: kafka.visible("payments"), 10)
     assert asked == [(1, 1), (2, 2), (3, 3)]
