@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple, TypeVar, cast
 
+from msgspec import structs
+
 from txbroker.databases.database import DatabaseUnavailable, steps_in_transaction
 from txbroker.databases.dialect import SQLITE
 from txbroker.databases.outbox.leases import Leases, rows_of_shard
@@ -34,6 +36,8 @@ from txbroker.testing.delivering import MemoryDeliveryWriter
 from txbroker.testing.memory import LostReply, MemoryKafka
 
 T = TypeVar("T")
+_SERVER = structs.replace(SQLITE, name="server")
+"""A database whose transactions draw positions in turn, as on SQLite none can."""
 _numbers = count(1)
 POSITIONS = "txbroker.relay"
 TOPICS = {"ready": 2, "late": 1, "small": 1}
@@ -93,7 +97,7 @@ class Relay:
             self, world.kafka, f"outbox/{shard}", POSITIONS, f"outbox/{shard}"
         )
         named = world.named
-        rows = WaitingRows(SQLITE, rows_of_shard(shard, world.shards))
+        rows = WaitingRows(world.dialect, rows_of_shard(shard, world.shards))
         leases = Leases(SQLITE, f"relay {next(_numbers)}", 10)
         world.take(leases.owner, shard)
         thread = cast(DatabaseThread, self)
@@ -189,6 +193,8 @@ class World:
         self.shards = self.fate.choice((1, 1, 2))
         self._stay = self.fate.choice(_STAYS)
         self._topics = self.fate.choice(_REFUSING)
+        self._serial = self.fate.random() < 0.2
+        self.dialect = SQLITE if self._serial else _SERVER
         self.session = database.session
         self.named = database.named
         self.business: list[Business] = []
@@ -324,14 +330,15 @@ class World:
         """Draw a row; its position is drawn now, and others may commit before it."""
         fate = self.fate
         self._position += fate.choice((1, 1, 2))
+        number = self._position
         key = fate.choice(KEYS)
         large = fate.random() < 0.1
         return Row(
-            self._position,
-            f"row{self._position}",
+            number,
+            f"row{number}",
             fate.choice(self._topics),
             key,
-            LARGE if large else b"v%d" % self._position,
+            LARGE if large else b"v%d" % number,
             sum(key or b"") % 2,
             self._database.now_ms + fate.randrange(1, 1500) if fate.random() < 0.05 else None,
         )
@@ -340,7 +347,14 @@ class World:
         each.committed = -1
         if each.rows and self.fate.random() < 0.85:
             each.committed = self._step
+            if self._serial:
+                each.rows = [self._drawn(row) for row in each.rows]
             self._database.insert(each.unit if len(each.rows) > 1 else "", each.rows)
+
+    def _drawn(self, row: Row) -> Row:
+        """Return a row whose position is drawn at its commit."""
+        self._position += 1
+        return row._replace(position=self._position)
 
     # --- the judgement -------------------------------------------------------------------------
 

@@ -247,7 +247,9 @@ class OutboxSource:
             Refused([_id_of(each.message) for each in group], cause) for cause, group in by_cause
         ]
         pauses_ms = [round(pause_s * 1000) for pause_s in self._retries.pauses_s]
-        await self._change(lambda: self._rows.refuse(refused, self._retries.max, pauses_ms))
+        await self._change(
+            lambda: self._rows.refuse(refused, delivery.positions, self._retries.max, pauses_ms)
+        )
         self._held = await self._thread.read(self._rows.held)
 
     async def close(self) -> None:
