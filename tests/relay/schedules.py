@@ -47,7 +47,7 @@ KEYS = (b"a", b"b", b"c", None)
 RETRIES = Retries(3, (0.05, 0.2))
 STEPS, SETTLED_STEPS, AFTER_STEPS = 80, 3000, 20
 WRONG_MAX = 3
-_LOST, _CRASH, _START, _LATE = 0.03, 0.02, 0.05, 0.01
+_LOST, _CRASH, _START, _LATE, _DENIED = 0.03, 0.02, 0.05, 0.01, 0.01
 _STAYS = (0.5, 0.8, 0.95)
 """Of a schedule: how likely the same relay does the next step."""
 _REFUSING = (("ready",), ("ready", "ready", "ready", "late", "small"), ("ready", "late", "small"))
@@ -203,6 +203,7 @@ class World:
         self.parts: list[str] = []
         self._database = database
         self._faults = True
+        self._denied: set[str] = set()
         self._position = 0
         self._step = 0
         self._transaction = 0
@@ -224,7 +225,8 @@ class World:
 
     async def partition_count(self, topic: str) -> int:
         """See `ConsumingDoor.partition_count`."""
-        return len(self.kafka.topics[topic].partitions) if topic in self.kafka.topics else 0
+        known = topic in self.kafka.topics and topic not in self._denied
+        return len(self.kafka.topics[topic].partitions) if known else 0
 
     def may_fail(self, error: type[Exception]) -> None:
         """Raise an error now and then."""
@@ -252,6 +254,8 @@ class World:
                 self._do_business()
             if fate.random() < _LATE:
                 self._create_topic("late")
+            if fate.random() < _DENIED:
+                self._denied ^= {fate.choice(list(TOPICS))}
             if len(self.relays) < _RELAYS_MAX and (not self.relays or fate.random() < _START):
                 await self._start()
             if fate.random() < _CRASH:
@@ -261,6 +265,7 @@ class World:
 
     async def _settle(self) -> None:
         self._faults = False
+        self._denied.clear()
         self._create_topic("late")
         for each in self.business:
             if each.committed is None and each.rows is not None:
