@@ -78,3 +78,23 @@ async def test_unknown_end_is_known_after_the_next_claim(
         await writer.write(late.copy(b"a"))
         await writer.commit(b"1")
     assert await late.visible() == [b"a"]
+
+
+@pytest.mark.rule(47)
+async def test_messages_and_position_have_one_end(
+    late: Late, make_relay: Callable[..., Relay]
+) -> None:
+    requests: list[int] = []
+
+    def passed(key: int) -> Fate:
+        requests.append(key)
+        return Fate.PASS
+
+    writer = await late.writer(make_relay(passed))
+    await writer.claim()
+    for number in (b"1", b"2"):
+        requests.clear()
+        await writer.write(late.copy(b"first"))
+        await writer.write(late.copy(b"second"))
+        await writer.commit(number)
+        assert requests.count(END_TXN) == 1
