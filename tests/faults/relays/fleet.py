@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import itertools
+import json
 import os
 import random
 import signal
@@ -20,19 +22,22 @@ from confluent_kafka import KafkaException
 
 from tests.faults.consuming.fleet import RUBBISH, Instance
 from tests.faults.consuming.instance import LOSE_S, NO_KAFKA
-from tests.faults.consuming.tables import ERRORS
+from tests.faults.consuming.tables import ERRORS, MARIADB, POSTGRESQL, Tables
 from tests.faults.relays.instance import Given
-from tests.faults.relays.judge import Found, Judge, Rec, Violation
+from tests.faults.relays.judge import Found, Judge, Rec, Sample, Violation
 from tests.faults.relays.shop import Shop
 from tests.kit.database_servers import DatabaseServer
 from tests.kit.topic_reader import create_topic, read_topics
 from tests.kit.until import until
 from txbroker.failpoints import POINTS
+from txbroker.relay.capture.plan import open_capture
 
 MOMENTS = tuple(name for name in POINTS if name.startswith("relay."))
 STOPS = ("relay.resumed", "relay.written", "relay.ending", "relay.ended", "relay.committed")
 PARTITIONS = 3
 LEASE_S = 1.0
+TAKEN_OVER = "another process has taken over capture"
+"""How a capture ends that was stopped meanwhile."""
 SETTLE_S = 90.0
 MOMENT_S = 30.0
 HANG_S = 2.5
@@ -46,11 +51,12 @@ class Case(NamedTuple):
     database: str
     relays: int = 1
     shards: int = 1
+    captured: bool = False
 
     @property
     def name(self) -> str:
         several = f"-{self.relays}-relays-{self.shards}-shards" if self.relays > 1 else ""
-        return f"outbox-{self.database}{several}"
+        return f"{'capture' if self.captured else 'outbox'}-{self.database}{several}"
 
 
 class Fleet:
@@ -82,10 +88,19 @@ class Fleet:
         self._folder = folder
         self._seed = seed
         self._kafka_pid = kafka_pid
+        self.name = f"f{os.getpid()}_{seed}"
         self._prefix = f"relays-{case.name}-{os.getpid()}-{seed}"
         self.shop = Shop(
-            case.database, url, f"{self._prefix}.orders", queued=True, seed=seed, rate=rate
+            case.database,
+            url,
+            f"{self._prefix}.orders",
+            queued=not case.captured,
+            seed=seed,
+            rate=rate,
         )
+        self._mapping = folder / "capture.toml"
+        self._samples: list[Sample] = []
+        self._watch: asyncio.Task[None] | None = None
         self._numbers = itertools.count(1)
         self._instances: list[Instance] = []
 
@@ -96,6 +111,8 @@ class Fleet:
         self._folder.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(create_topic, self._bootstrap, self.shop.topic, PARTITIONS)
         await asyncio.to_thread(self.shop.create)
+        if self.case.captured:
+            await self._capture()
         self.shop.open(3)
         await self._fill_up()
 
@@ -103,6 +120,40 @@ class Fleet:
         """End the load and all relays."""
         await asyncio.to_thread(self.shop.close)
         await asyncio.gather(*(self._stop(each) for each in list(self._instances)))
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        if self.case.captured:
+            await open_capture(str(self._mapping)).remove()
+
+    async def _capture(self) -> None:
+        """Prepare the database for a capture."""
+        assert self.server is not None
+        grant = "ALTER ROLE txbroker REPLICATION"
+        if self.case.database == MARIADB:
+            grant = "GRANT REPLICATION SLAVE ON *.* TO `txbroker`@`127.0.0.1`"
+        await asyncio.to_thread(Tables(self.case.database, self.server.admin_url).run, grant)
+        self._mapping.write_text(
+            f'name = "{self.name}"\ndatabase = "{self.shop.url}"\n'
+            f'topic_prefix = "{self._prefix}"\n'
+            f'[[tables]]\ntable = "orders"\ntopic = "{self.shop.topic}"\nkey = "message_key"\n'
+            'column = "value"\noperations = ["insert"]\n'
+        )
+        await open_capture(str(self._mapping)).apply()
+        if self.case.database == POSTGRESQL:
+            self._watch = asyncio.create_task(self._sample())
+
+    async def _sample(self) -> None:
+        """Compare what the database may forget with the position in Kafka, again and again."""
+        while True:
+            with contextlib.suppress(KafkaException, AssertionError, *ERRORS):
+                forgotten = await asyncio.to_thread(self.shop.forgotten, f"txbroker_{self.name}")
+                positions, _records = await asyncio.to_thread(self._read)
+                if forgotten is not None and positions:
+                    high, low = json.loads(positions[-1])["lsn"].split("/")
+                    at = (int(high, 16) << 32) + int(low, 16)
+                    self._samples.append(Sample(forgotten, at))
+            await asyncio.sleep(0.5)
 
     async def settle(self) -> None:
         """End the load, and wait until everything is delivered."""
@@ -115,12 +166,13 @@ class Fleet:
         name = f"r{next(self._numbers)}"
         options: dict[str, Any] = {
             "topic_prefix": self._prefix,
-            "lease_s": LEASE_S,
-            "shards": self.case.shards,
         }
+        if not self.case.captured:
+            options |= {"lease_s": LEASE_S, "shards": self.case.shards}
         given = Given(
             bootstrap=self._bootstrap,
-            url=self.shop.url,
+            url="" if self.case.captured else self.shop.url,
+            mapping=str(self._mapping),
             name=name,
             ready=str(self._folder / f"{name}.ready"),
             options=options,
@@ -169,6 +221,8 @@ class Fleet:
 
     def _check(self, instance: Instance, code: int) -> None:
         text = instance.log.read_text(errors="replace")
+        if TAKEN_OVER in text:
+            return
         if code != 0 or any(word in text for word in RUBBISH):
             self.wrong.append(f"{instance.name} ended with {code}: {text[-1500:]}")
 
@@ -265,7 +319,9 @@ class Fleet:
         changes = await self._answered(self.shop.changes)
         queued = await self._answered(self.shop.queued)
         positions, records = await self._answered(self._read)
-        found = Found(changes, self.shop.txns, records, queued, positions, self.case.shards)
+        found = Found(
+            changes, self.shop.txns, records, queued, positions, self.case.shards, self._samples
+        )
         return len(changes), await asyncio.to_thread(Judge(found).judge)
 
     def _read(self) -> tuple[list[str], list[Rec]]:

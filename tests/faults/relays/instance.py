@@ -1,4 +1,4 @@
-"""One relay as a separate process, for `tests.faults.relays.fleet`.
+"""One relay or capture as a separate process, for `tests.faults.relays.fleet`.
 
 Its argument is `Given` as JSON. SIGTERM ends it in order; SIGUSR1 lets it lose Kafka's answers for
 a moment.
@@ -12,7 +12,7 @@ import random
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -22,19 +22,23 @@ from txbroker.databases import from_url
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.errors import KafkaUnavailable
 from txbroker.relay import Outbox, Relay
+from txbroker.relay.capture.plan import open_capture
+from txbroker.relay.capture.running import RunningCapture
 
 
 class Given(msgspec.Struct, kw_only=True):
     """What an instance is started with.
 
     Attributes:
+        url: of the outbox; "": `mapping` is the file of a capture.
         ready: a file that shows that it has started.
-        options: of `Relay`.
+        options: of `Relay` or `RunningCapture`.
         point, skip, stops: see `tests.faults.consuming.instance.Given`.
     """
 
     bootstrap: str
     url: str
+    mapping: str = ""
     name: str
     ready: str
     options: dict[str, Any]
@@ -54,7 +58,12 @@ async def main(given: Given) -> None:
     if given.point:
         failpoints.hook = moment.reached
     losing = Losing(given.bootstrap, random.Random(f"{given.seed}/{given.name}"))
-    relay = Relay(Outbox(from_url(given.url)), losing, **given.options)
+    relay: Relay | RunningCapture
+    if given.url:
+        relay = Relay(Outbox(from_url(given.url)), losing, **given.options)
+    else:
+        kafka = cast(str, losing)  # which opens its door, as that of a relay
+        relay = RunningCapture(open_capture(given.mapping), kafka, **given.options)
     loop = asyncio.get_running_loop()
     end = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, end.set)

@@ -152,9 +152,13 @@ class Shop:
             for position, id, state, shard, value in found
         ]
 
-    def owners(self) -> set[str]:
-        """Return the relays that own shards."""
-        return {row[0] for row in self._select("SELECT owner FROM txbroker_relay")}
+    def forgotten(self, slot: str) -> int | None:
+        """Return up to where a slot of PostgreSQL may forget; None: nothing yet."""
+        found = self._select(
+            "SELECT confirmed_flush_lsn - '0/0' FROM pg_replication_slots "
+            f"WHERE slot_name = '{slot}'"
+        )
+        return int(found[0][0]) if found else None
 
     def _select(self, sql: str) -> list[Any]:
         with self._tables.connection() as connection:

@@ -16,18 +16,19 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.faults.relays.fleet import Case, Fleet, run_case
 from tests.kit.database_servers import DatabaseServer, MariaServer, PostgresServer
+from tests.relay.capture.maria_world import BINLOG
 from txbroker.embedded import EmbeddedKafka
 
-CASES = tuple(
-    Case(database, *several)
-    for several in ((), (2, 4))
-    for database in ("sqlite", "postgresql", "mariadb")
+CASES = (
+    *(Case(database) for database in ("sqlite", "postgresql", "mariadb")),
+    *(Case(database, 2, 4) for database in ("sqlite", "postgresql", "mariadb")),
+    *(Case(database, captured=True) for database in ("postgresql", "mariadb")),
 )
 SHOWN = 20
 ROOT = Path(__file__).parents[3]
@@ -57,7 +58,11 @@ def show(result: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def servers_for(cases: Sequence[Case]) -> Iterator[dict[str, DatabaseServer]]:
     """Run the servers that cases need."""
-    kinds: dict[str, type[DatabaseServer]] = {"postgresql": PostgresServer, "mariadb": MariaServer}
+    kinds: dict[str, Callable[[], DatabaseServer]] = {
+        # A capture that is stopped has the slot until then.
+        "postgresql": lambda: PostgresServer(wal_level="logical", wal_sender_timeout="5s"),
+        "mariadb": lambda: MariaServer(**BINLOG),
+    }
     with contextlib.ExitStack() as stack:
         yield {
             name: stack.enter_context(kind())
