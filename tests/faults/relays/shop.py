@@ -133,6 +133,11 @@ class Shop:
         """Return the number of committed rows."""
         return int(self._select("SELECT count(*) FROM orders")[0][0])
 
+    def delivered(self) -> int:
+        """Return the number of rows of the outbox that are marked as delivered."""
+        sql = "SELECT count(*) FROM txbroker_outbox WHERE state = 'GLOBAL_COMMIT'"
+        return int(self._select(sql)[0][0])
+
     def changes(self) -> list[Change]:
         """Return all committed rows."""
         return [
