@@ -34,6 +34,7 @@ from txbroker.relay.sessions import DatabaseThread
 from txbroker.relay.sink import RelaySink
 from txbroker.testing.delivering import MemoryDeliveryWriter
 from txbroker.testing.memory import LostReply, MemoryKafka
+from txbroker.testing.topics import KafkaTransaction
 
 T = TypeVar("T")
 _SERVER = structs.replace(SQLITE, name="server")
@@ -78,7 +79,7 @@ class Business:
 
 
 class Seen(NamedTuple):
-    """Where a record was visible first: in which Kafka transaction, and where."""
+    """Where a record is: in which Kafka transaction, by the step that committed it, and where."""
 
     transaction: int
     partition: tuple[str, int]
@@ -206,7 +207,7 @@ class World:
         self._denied: set[str] = set()
         self._position = 0
         self._step = 0
-        self._transaction = 0
+        self._transactions: dict[KafkaTransaction, int] = {}
         self._ends: dict[tuple[str, int], int] = {}
         self._arrival: asyncio.Future[None] | None = None
         self._current: Relay | None = None
@@ -364,20 +365,21 @@ class World:
     # --- the judgement -------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Note records that have become visible in the last step: they are of one transaction."""
-        found = False
+        """Note what the last step has committed, also where an open transaction still hides it."""
         for topic in TOPICS.keys() & self.kafka.topics.keys():
             for number, log in enumerate(self.kafka.topics[topic].partitions):
-                at, end = (topic, number), log.stable_end
-                if self._ends.get(at, 0) == end:
+                at, begin = (topic, number), self._ends.get((topic, number), 0)
+                if begin == log.end:
                     continue
-                for record in log.read(self._ends.get(at, 0), end):
+                for offset, (record, transaction) in enumerate(log._entries[begin:], begin):
+                    if transaction is None or not transaction.committed:
+                        continue
+                    place = Seen(self._transactions.setdefault(transaction, self._step), at, offset)
                     id = (dict(record.headers)["txb-id"] or b"").decode()
-                    where = Seen(self._transaction, at, record.offset)
-                    self.seen.setdefault(id, []).append(where)
-                    found = True
-                self._ends[at] = end
-        self._transaction += found
+                    places = self.seen.setdefault(id, [])
+                    if place not in places:
+                        places.append(place)
+                self._ends[at] = log.stable_end
 
     def _waiting(self) -> int:
         found = self.session.execute(

@@ -1,0 +1,56 @@
+"""A relay's connection to Kafka, and its topic of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from txbroker.config.settings import load_kafka_access
+from txbroker.door.consuming import ConsumingDoor, TopicSpec
+
+if TYPE_CHECKING:
+    from txbroker.consumer.consumer import HasConsumingDoor
+
+
+async def open_door(
+    kafka: str | HasConsumingDoor, security: Mapping[str, Any] | None, positions: str
+) -> ConsumingDoor:
+    """Connect to a Kafka, and create the topic of positions if it is missing.
+
+    Args:
+        security: settings of the connection, see `RelayOptions`.
+        positions: the topic's name.
+
+    Raises:
+        ConfigurationError, KafkaUnavailable
+    """
+    if isinstance(kafka, str):
+        from txbroker.kafka.door.consuming import KafkaConsumingDoor
+
+        access = load_kafka_access(kafka, security)
+        door: ConsumingDoor = KafkaConsumingDoor.from_access(access, "txbroker-relay")
+    else:
+        door = kafka.consuming_door()
+    try:
+        await door.start()
+        await door.create([positions_topic(positions)])
+    except BaseException:
+        await door.close()
+        raise
+    return door
+
+
+def positions_topic(name: str) -> TopicSpec:
+    """Return the topic of positions: compacted, and small enough to be read at a start."""
+    return TopicSpec(
+        name,
+        1,
+        -1,
+        {
+            "cleanup.policy": "compact",
+            "min.cleanable.dirty.ratio": "0.1",
+            "segment.bytes": str(16 << 20),
+            "segment.ms": str(24 * 60 * 60 * 1000),
+            "max.message.bytes": str(8 << 20),
+        },
+    )
