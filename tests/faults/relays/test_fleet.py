@@ -35,7 +35,7 @@ async def test_chosen_faults_break_no_rule(
         server = servers.get(case.database)
         url = f"sqlite:///{tmp_path}/shop.db" if server is None else server.create_database()
         folder = tmp_path / case.name
-        fleet = Fleet(kafka.bootstrap, case, url, folder, SEED, server=server, rate=40.0)
+        fleet = Fleet(kafka.bootstrap, case, url, folder, SEED, server=server, rate=25.0)
         return await run_case(fleet, kinds)
 
     results = await asyncio.gather(*(one(*each) for each in CHOSEN.items()))
