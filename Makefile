@@ -85,12 +85,13 @@ mutants: $(VENV)/.dev ## Take out each rule of the log protocol, and see its tes
 	@$(BIN)/python -m tests.rules.mutants
 
 .PHONY: test-faults
-test-faults: $(VENV)/.dev ## An hour of crashes at every moment, of faults on three brokers, and of consumers in all modes
+test-faults: $(VENV)/.dev ## An hour of crashes at every moment, of faults on three brokers, of consumers in all modes and of relays
 	@$(BIN)/python -m tests.faults.crash_run
 	@$(BIN)/python -m tests.faults.cluster.soak_faults --minutes 15
 	@$(BIN)/python -m tests.faults.cluster.soak_faults --minutes 4 --protocol 1 --only \
 		"end of a turn late" "end of a turn late, connection reset" "end of a turn unanswered"
 	@$(BIN)/python -m tests.faults.consuming.soak
+	@$(BIN)/python -m tests.faults.relays.soak
 
 .PHONY: soak-faults
 soak-faults: $(VENV)/.dev ## Break brokers, proxies and links under load, for MINUTES (10)

@@ -89,6 +89,7 @@ async def test_a_row_is_given_up_after_fifteen_checks(sqlite_shop: Shop, fault: 
     assert shop.numbers() == [1, 2]
 
 
+@pytest.mark.rule(52)
 async def test_an_attempt_is_stored_before_its_question(sqlite_shop: Shop) -> None:
     shop, stored = sqlite_shop, list[int]()
 

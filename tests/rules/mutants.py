@@ -61,7 +61,13 @@ class Mutant(NamedTuple):
                 "test_transaction_protocol",
                 "test_forgotten",
             ),
-            *("test_partition.py", "test_member.py", "test_group_offsets", "test_group_member"),
+            *(
+                "kafka/test_delivering",
+                "test_partition.py",
+                "test_member.py",
+                "test_group_offsets",
+                "test_group_member",
+            ),
         )
         return "[kafka" in self.test or any(name in self.test for name in files)
 

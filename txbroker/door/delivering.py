@@ -43,6 +43,13 @@ class DeliveryWriter(Protocol):
             KafkaUnavailable: the transaction is aborted, or will be by the next claim.
         """
 
+    async def abort(self) -> None:
+        """Drop what was written since the last commit, if anything was.
+
+        Raises:
+            WriterFenced, KafkaUnavailable
+        """
+
     async def commit(self, position: bytes) -> None:
         """Store a position in the open transaction, and commit it.
 

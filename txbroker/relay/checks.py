@@ -75,13 +75,11 @@ class OutboxChecks(CheckOwner):
         self._thread = thread
         self._finder = finder
         self._runner = CheckRunner(finder, NoMetrics())
-        self._offered: set[str] = set()
 
     async def offer(self) -> None:
         """Offer due rows."""
         for id in await self._thread.read(lambda: self._rows.due(_DUE_MAX)):
-            if self._runner.due(self, id, self._group, "", CheckReason.DUE):
-                self._offered.add(id)
+            self._runner.due(self, id, self._group, "", CheckReason.DUE)
 
     async def close(self) -> None:
         """End the checks in flight."""
@@ -103,7 +101,6 @@ class OutboxChecks(CheckOwner):
     async def _attempt(self, id: str) -> CheckCall | None:
         attempt = await self._thread.transaction(lambda: self._rows.attempt(id))
         if attempt is None:
-            self._offered.discard(id)
             return None
         return CheckCall(
             id,
@@ -118,13 +115,12 @@ class OutboxChecks(CheckOwner):
         )
 
     def still_pending(self, id: str) -> bool:
-        """See `CheckOwner.still_pending`: the table decides, when the answer is stored."""
-        return id in self._offered
+        """See `CheckOwner.still_pending`: the table shows it with the next attempt or answer."""
+        return True
 
     async def answered(self, run: Sequence[AttemptResult]) -> None:
         """Store answers; see `CheckOwner.answered`."""
         for each in run:
-            self._offered.discard(each.call.id)
             try:
                 await self._store(each)
             except TxbrokerError as error:  # it is asked again after the interval

@@ -7,9 +7,10 @@ in the table, so nothing depends on the order in which positions are drawn or be
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from hashlib import sha256
 from itertools import groupby
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -17,15 +18,18 @@ from msgspec import Struct
 from txbroker.contract.json import headers_from_json
 from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER
 from txbroker.core.records import Header, Message
+from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.outbox.leases import Named
 from txbroker.databases.outbox.waiting import FullRow, Refused, WaitingRow, WaitingRows
 from txbroker.databases.steps import Steps
+from txbroker.door.delivering import WriterFenced
 from txbroker.errors import BadRequest, ConfigurationError
 from txbroker.relay.sessions import DatabaseThread
 from txbroker.relay.sink import MessagesRefused
 from txbroker.relay.source import Delivery, Refusal
 from txbroker.relay.wakeups import Wakeups
 
+T = TypeVar("T")
 _ROWS = 2000
 """Rows of a delivery, unless a unit has more."""
 _DELIVERY_BYTES = 4 << 20
@@ -75,9 +79,10 @@ class OutboxDelivery(Delivery):
         for positions in self._pieces():
             rows = await self._source.fetch(positions)
             if len(rows) != len(positions):
-                raise ConfigurationError(
-                    "rows of the outbox were deleted or changed while they were sent: leave rows "
-                    "in the state LOCAL_COMMIT to the relay, and start it again"
+                # Also if this relay was replaced, and the rows are purged.
+                raise DatabaseUnavailable(
+                    "rows of the outbox were deleted while they were sent: leave rows in the state "
+                    "LOCAL_COMMIT to the relay"
                 )
             for row in rows:
                 self._digest.update(f"{row.id}\n".encode())
@@ -98,7 +103,8 @@ class OutboxSource:
 
     Args:
         named: the relay's name, for the headers of records, and the identity of its table.
-        rows: of the shards.
+        rows: of the shard.
+        owned: returns whether the shard is still this relay's, and locks that.
     """
 
     def __init__(
@@ -108,7 +114,9 @@ class OutboxSource:
         thread: DatabaseThread,
         wakeups: Wakeups,
         retries: Retries,
+        owned: Callable[[], Steps[bool]],
     ) -> None:
+        self._owned = owned
         self.identity = named.identity
         self._installation = (INSTALLATION_HEADER, named.relay.encode())
         self._rows = rows
@@ -121,12 +129,29 @@ class OutboxSource:
 
     async def resume(self, position: bytes | None) -> None:
         """Mark the rows of the last delivery, unless they are; see `Source.resume`."""
-        if position is not None:
-            await self._thread.transaction(lambda: self._mark_last(decode_position(position)))
+        await self._change(lambda: self._mark_last(position))
         self._held = await self._thread.read(self._rows.held)
         self._wakeups.reset()
 
-    def _mark_last(self, last: OutboxPosition) -> Steps[None]:
+    async def _change(self, steps: Callable[[], Steps[T]]) -> T:
+        """Execute steps in a transaction, as long as no other relay has the shard: its successor
+        may have rows in flight that this one would give up or let wait.
+
+        Raises:
+            WriterFenced
+        """
+
+        def checked() -> Steps[T]:
+            if not (yield from self._owned()):
+                raise WriterFenced("another relay has taken the lease of the shard")
+            return (yield from steps())
+
+        return await self._thread.transaction(checked)
+
+    def _mark_last(self, position: bytes | None) -> Steps[None]:
+        if position is None:
+            return
+        last = decode_position(position)
         if last.identity != self.identity:
             raise name_taken(last.identity, self.identity)
         found = yield from self._rows.ids_waiting(_positions(last.runs))
@@ -158,22 +183,22 @@ class OutboxSource:
     async def _put_off(self, rows: Sequence[WaitingRow]) -> bool:
         """Return whether rows cannot be sent now: expired ones, and those of held keys."""
         if expired := [row.position for row in rows if row.expired]:
-            await self._thread.transaction(lambda: self._rows.expire(expired))
+            await self._change(lambda: self._rows.expire(expired))
             return True
         if not self._held:
             return False
         if await self._release():
             return True
         blocked = {
-            row.unit or row.position
+            row.unit or row.position: self._held[row.orders_by]
             for row in rows
-            if self._held.get(row.orders_by or b"") is not None
+            if row.orders_by is not None and row.orders_by in self._held
         }
         if not blocked:
             return False
         positions = [row.position for row in rows if (row.unit or row.position) in blocked]
-        until_ms = max(self._held.values())
-        await self._thread.transaction(lambda: self._rows.hold(positions, until_ms))
+        until_ms = max(blocked.values())
+        await self._change(lambda: self._rows.hold(positions, until_ms))
         self._held = await self._thread.read(self._rows.held)
         return True
 
@@ -181,7 +206,7 @@ class OutboxSource:
         """Let held rows be sent whose time has come; return whether there were any."""
         if not self._held and not self._wakeups.slow:
             return False
-        released = await self._thread.transaction(self._rows.release)
+        released = await self._change(self._rows.release)
         if released:
             self._held = await self._thread.read(self._rows.held)
         return bool(released)
@@ -222,7 +247,7 @@ class OutboxSource:
             Refused([_id_of(each.message) for each in group], cause) for cause, group in by_cause
         ]
         pauses_ms = [round(pause_s * 1000) for pause_s in self._retries.pauses_s]
-        await self._thread.transaction(
+        await self._change(
             lambda: self._rows.refuse(refused, delivery.positions, self._retries.max, pauses_ms)
         )
         self._held = await self._thread.read(self._rows.held)

@@ -7,6 +7,7 @@ first, so that nothing more is committed by its predecessor, and only then reads
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ T = TypeVar("T")
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _PAUSE_S, _PAUSE_MAX_S = 0.1, 10.0
+_ABORT_S = 5.0
 
 
 class PumpEvents:
@@ -74,25 +76,26 @@ class Pump:
             ConfigurationError: the source cannot go on.
             WriterFenced: another pump has claimed the position.
         """
-        while not self._stopping:
-            try:
-                await self._source.resume(await self._sink.claim())
-                failpoint("relay.resumed")
-                while not self._stopping:
-                    await self._deliver()
-                    self._failures = 0
-            except WriterFenced:
-                raise
-            except _Stopped:
-                return
-            except (KafkaUnavailable, DatabaseUnavailable, DeliveryRefused) as error:
-                self._events.failed(error)
-                self._failures += 1
-                pause_s = grown_pause_s(self._failures, _PAUSE_S, _PAUSE_MAX_S)
-                log.warning(
-                    "relay waits", relay=self._name, pause_s=pause_s, error=safe_repr(error)
-                )
-                await self._idle(asyncio.sleep(pause_s))
+        with contextlib.suppress(_Stopped):
+            while not self._stopping:
+                await self._run()
+
+    async def _run(self) -> None:
+        """Claim and deliver until a failure, and pause."""
+        try:
+            await self._source.resume(await self._sink.claim())
+            failpoint("relay.resumed")
+            while not self._stopping:
+                await self._deliver()
+                self._failures = 0
+        except WriterFenced:
+            raise
+        except (KafkaUnavailable, DatabaseUnavailable, DeliveryRefused) as error:
+            self._events.failed(error)
+            self._failures += 1
+            pause_s = grown_pause_s(self._failures, _PAUSE_S, _PAUSE_MAX_S)
+            log.warning("relay waits", relay=self._name, pause_s=pause_s, error=safe_repr(error))
+            await self._idle(asyncio.sleep(pause_s))
 
     async def _idle(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for something that `stop` may cancel.
@@ -131,8 +134,16 @@ class Pump:
                 cause=str(error),
             )
             self._events.refused(len(error.refusals))
+            await self._sink.abort()  # earlier pieces may be written
             await self._source.refused(delivery, error.refusals)
             return
+        except KafkaUnavailable:
+            raise  # the next claim aborts
+        except BaseException:
+            # Readers of its topics would wait until the transaction times out.
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self._sink.abort(), _ABORT_S)
+            raise
         failpoint("relay.committed")
         await self._source.delivered(delivery)
         failpoint("relay.delivered")

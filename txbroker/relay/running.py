@@ -85,7 +85,9 @@ class RunningRelay:
         await self._start_checks()
 
     def _pumps(self) -> ShardPumps:
-        return ShardPumps(self._outbox, self._named, self._door, self._settings, self._figures)
+        return ShardPumps(
+            self._outbox, self._named, self._leases, self._door, self._settings, self._figures
+        )
 
     async def _open_thread(self) -> DatabaseThread:
         thread = DatabaseThread(self._database, self._outbox.tables)

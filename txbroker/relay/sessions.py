@@ -50,16 +50,21 @@ class DatabaseThread:
             DatabaseUnavailable: the database does not answer, or refuses what it may take later.
             ConfigurationError: a table or a right is missing.
         """
-        return await self._repeated(lambda session: steps_in_transaction(steps(), session))
+        return await self.use(lambda session: steps_in_transaction(steps(), session))
 
     async def read(self, steps: Callable[[], Steps[T]]) -> T:
         """Execute steps that only read, each statement alone. Errors as of `transaction`."""
-        return await self._repeated(lambda session: run(steps(), session.execute))
+        return await self.use(lambda session: run(steps(), session.execute))
 
-    async def _repeated(self, use: Callable[[PlainSession], T]) -> T:
+    async def use(self, function: Callable[[PlainSession], T]) -> T:
+        """Call a function with the session, again while others are in its way. Errors as of
+        `transaction`.
+
+        A cancelled call that has begun ends first.
+        """
         for attempt in range(_BUSY_ATTEMPTS):
             try:
-                return await self.call(use)
+                return await self._call(function)
             except Exception as error:
                 busy = self._database.dialect.fault(error) is Fault.BUSY
                 if not busy or attempt + 1 == _BUSY_ATTEMPTS:
@@ -69,12 +74,8 @@ class DatabaseThread:
             await asyncio.sleep(random.uniform(longest_s / 2, longest_s))
         raise AssertionError("unreachable")
 
-    async def call(self, use: Callable[[PlainSession], T]) -> T:
-        """Call a function in the thread, with the session.
-
-        A cancelled call that has begun ends first.
-        """
-        running = self._pool.submit(self._with_session, use)
+    async def _call(self, function: Callable[[PlainSession], T]) -> T:
+        running = self._pool.submit(self._with_session, function)
         future = asyncio.wrap_future(running)
         try:
             return await asyncio.shield(future)
@@ -83,12 +84,12 @@ class DatabaseThread:
                 await asyncio.wait([future], timeout=_LOCK_WAIT_S)
             raise
 
-    def _with_session(self, use: Callable[[PlainSession], T]) -> T:
+    def _with_session(self, function: Callable[[PlainSession], T]) -> T:
         session = self._session
         if session is None:
             session = self._session = self._database.open(_LOCK_WAIT_S)
         try:
-            return use(session)
+            return function(session)
         except BaseException as error:
             if self._database.dialect.fault(error) is not Fault.BUSY:
                 self._session = None

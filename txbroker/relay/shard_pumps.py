@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from txbroker.databases.outbox.leases import Named, rows_of_shard
+from txbroker.databases.outbox.leases import Leases, Named, rows_of_shard
 from txbroker.databases.outbox.waiting import WaitingRows
 from txbroker.door.consuming import ConsumingDoor
 from txbroker.relay.outbox_source import OutboxSource, Retries, decode_position, name_taken
@@ -26,12 +26,14 @@ class ShardPumps:
         self,
         outbox: Outbox,
         named: Named,
+        leases: Leases,
         door: ConsumingDoor,
         settings: RelaySettings,
         events: PumpEvents,
     ) -> None:
         self._outbox = outbox
         self._named = named
+        self._leases = leases
         self._door = door
         self._settings = settings
         self._events = events
@@ -72,5 +74,6 @@ class ShardPumps:
             thread,
             wakeups(thread, database),
             Retries(self._settings.retries_max),
+            lambda: self._leases.owned(shard),
         )
         return RelaySink(self._door, writer, topic), source

@@ -17,7 +17,7 @@ from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.outbox.leases import Lease, Leases
 from txbroker.door.delivering import WriterFenced
 from txbroker.error_text import safe_repr
-from txbroker.errors import ConfigurationError
+from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.relay.pump import Pump
 from txbroker.relay.sessions import DatabaseThread
 
@@ -71,7 +71,7 @@ class Shards:
         while True:
             try:
                 await self.round()
-            except DatabaseUnavailable as error:
+            except (DatabaseUnavailable, KafkaUnavailable) as error:
                 log.warning("leases not renewed", error=safe_repr(error))
             await asyncio.sleep(self._renew_s)
 
@@ -79,6 +79,8 @@ class Shards:
         """Renew the leases, and take, ask for and release shards."""
         owned = set(await self._thread.transaction(self._leases.renew))
         ended = {shard for shard, running in self._running.items() if running.task.done()}
+        for shard in self.owned - ended:
+            self._fenced.pop(shard, None)
         for shard in ended | (self.owned - owned):
             await self._stop(shard)
         leases = await self._thread.read(self._leases.all)

@@ -21,7 +21,7 @@ _hash_of = lru_cache(maxsize=10_000)(murmur2)
 
 
 class MessagesRefused(TxbrokerError):
-    """Kafka refuses messages; nothing of their delivery was written.
+    """Kafka refuses messages; nothing of their delivery may be committed.
 
     Attributes:
         refusals: of at least one message. Of the others some may be refused next time.
@@ -59,7 +59,7 @@ class RelaySink:
         """Add messages to the open transaction.
 
         Raises:
-            MessagesRefused: the transaction is aborted.
+            MessagesRefused: abort the transaction.
             KafkaUnavailable: see `DeliveryWriter.write`.
         """
         counts = {topic: await self._count(topic) for topic in {m.topic for m in messages}}
@@ -95,6 +95,11 @@ class RelaySink:
             raise self._refused(error) from None
         # The earlier ones are in Kafka. A delivery may be larger than the memory.
         self._written = written
+
+    async def abort(self) -> None:
+        """Drop what was written of a delivery; see `DeliveryWriter.abort`."""
+        self._written.clear()
+        await self._writer.abort()
 
     async def commit(self, position: bytes) -> None:
         """Commit the messages with a position; see `DeliveryWriter.commit`.

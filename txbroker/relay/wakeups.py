@@ -101,7 +101,7 @@ class FileChanges(Pauses):
     async def wait(self) -> bool:
         while True:
             await asyncio.sleep(min(_BUSY_S, self.next_s()))
-            version = await self._thread.call(_data_version)
+            version = await self._thread.use(_data_version)
             changed, self._version = version != self._version, version
             second = self.is_second()
             if changed or second:
@@ -127,7 +127,7 @@ class Notifications(Pauses):
         await super().found()
         if self._asleep:
             self._asleep = False
-            await self._thread.call(_unlock)
+            await self._thread.use(_unlock)
 
     def reset(self) -> None:
         self._asleep = False
@@ -136,7 +136,7 @@ class Notifications(Pauses):
         if not self.slow:
             return await super().wait()
         if not self._asleep:
-            self._asleep = await self._thread.call(self._lock)
+            self._asleep = await self._thread.use(self._lock)
             if self._asleep:
                 return False
         # Otherwise a transaction of a writer is open, or another shard's relay sleeps.

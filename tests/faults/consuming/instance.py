@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -154,10 +154,18 @@ class Losing:
         return KafkaConsumingDoor(settings, self.relay.open)
 
 
+class Armed(Protocol):
+    """See `Given`."""
+
+    point: str
+    skip: int
+    stops: bool
+
+
 class Moment:
     """A moment at which this process ends or stops itself."""
 
-    def __init__(self, given: Given, write: Callable[..., None]) -> None:
+    def __init__(self, given: Armed, write: Callable[..., None]) -> None:
         self._given = given
         self._write = write
         self._left = given.skip

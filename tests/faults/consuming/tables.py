@@ -100,6 +100,11 @@ class Tables:
             with contextlib.suppress(*ERRORS):
                 opened.close()
 
+    def run(self, sql: str) -> None:
+        """Execute a statement."""
+        with self.connection() as connection:
+            execute(connection, sql)
+
     def lock(self, seconds: float) -> None:
         """Keep others from writing to an SQLite file for a time."""
         with self.connection() as connection:

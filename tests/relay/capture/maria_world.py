@@ -18,7 +18,7 @@ from txbroker.databases.mariadb import MariaDB
 from txbroker.relay.capture.mariadb import MariadbSource
 from txbroker.relay.capture.plan import Capture, open_capture
 
-BINLOG = {
+BINLOG: dict[str, str | int] = {
     "log_bin": "binlog",
     "server_id": 1,
     "binlog_format": "ROW",

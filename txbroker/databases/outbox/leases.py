@@ -1,7 +1,7 @@
 """The shards of an outbox: which relay owns which, as steps.
 
-A lease only keeps relays from working on one shard at the same time; Kafka's fencing of the earlier
-owner keeps a message from being delivered twice.
+A relay first takes the lease, then claims its position in Kafka. Kafka fences an earlier owner that
+writes records, and a look at the lease one that holds rows back or gives them up.
 """
 
 from __future__ import annotations
@@ -94,6 +94,13 @@ class Leases:
             f"SELECT shard FROM {RELAY} WHERE owner = ? ORDER BY shard", (self.owner,)
         )
         return [int(row[0]) for row in found.rows]
+
+    def owned(self, shard: int) -> Steps[bool]:
+        """Return whether a shard is this relay's, and keep it so until the transaction ends."""
+        found = yield Query(
+            f"SELECT owner FROM {RELAY} WHERE shard = ?{self._dialect.lock}", (shard,)
+        )
+        return bool(found.rows) and found.rows[0][0] == self.owner
 
     def want(self, shards: Sequence[int]) -> Steps[None]:
         """Ask the owners of shards to release them."""

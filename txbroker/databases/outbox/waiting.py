@@ -212,7 +212,8 @@ class WaitingRows:
                 (json.dumps(piece),),
             )
             mates += [int(position) for position, unit in found.rows if unit in units]
-        yield from self.hold(mates, latest_ms)
+        # All at one time, also those with different retries: they are sent together.
+        yield from self._set(f"next_at = {latest_ms}", "state = 'LOCAL_COMMIT'", mates)
 
     def release(self) -> Steps[int]:
         """Let held rows be sent whose time has come; return their number."""

@@ -120,13 +120,20 @@ class KafkaDeliveryWriter(DeliveryWriter):
             self._sent = True
         self._pending = copies
 
+    async def abort(self) -> None:
+        """See `DeliveryWriter.abort`."""
+        sent, self._pending, self._sent = self._sent, (), False
+        if sent:
+            producer, backoff = self._take(), self._backoff()
+            with self._explained("abort"):
+                await _abort(producer, backoff)
+            self._producer = producer
+
     async def commit(self, position: bytes) -> None:
         """See `DeliveryWriter.commit`."""
         place = Copy(*self._at, self._record(b"", position))
         await self._send([*self._pending, place])
-        producer, self._producer = self._producer, None
-        self._pending, self._sent = (), False
-        assert producer is not None
+        producer, self._pending, self._sent = self._take(), (), False
         failpoint("relay.ending")
         with self._explained("commit"):
             await producer.end(commit=True, backoff=self._backoff())
@@ -149,18 +156,22 @@ class KafkaDeliveryWriter(DeliveryWriter):
 
     async def _try(self, rounds: Sequence[Mapping[Partition, Batch]]) -> RefusedBatch | None:
         """Write, or abort the transaction and return a refused batch."""
-        # Kept only after success: otherwise the transaction may be open.
-        producer, self._producer = self._producer, None
-        if producer is None:
-            raise KafkaUnavailable(f"{self._transactional_id} is not claimed")
+        producer = self._take()
         backoff = Backoff(self._settings.write_timeout_s, _PAUSE_S)
         with self._explained("write"):
             refused = await write_rounds(producer, rounds, backoff, self._transactional_id)
             if refused is not None:
-                await producer.end(commit=False, backoff=backoff)
-                await producer.renew(backoff)
+                await _abort(producer, backoff)
         self._producer = producer
         return refused
+
+    def _take(self) -> Producer:
+        """Return the producer. Its user gives it back only after success: otherwise the
+        transaction may be open."""
+        producer, self._producer = self._producer, None
+        if producer is None:
+            raise KafkaUnavailable(f"{self._transactional_id} is not claimed")
+        return producer
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -180,6 +191,11 @@ class KafkaDeliveryWriter(DeliveryWriter):
 
     def _backoff(self) -> Backoff:
         return Backoff(self._settings.write_timeout_s, self._settings.retry_backoff_s)
+
+
+async def _abort(producer: Producer, backoff: Backoff) -> None:
+    await producer.end(commit=False, backoff=backoff)
+    await producer.renew(backoff)
 
 
 def _owner() -> bytes:

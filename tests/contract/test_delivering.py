@@ -1,0 +1,99 @@
+"""The contract of a relay's writer, in memory and on a real Kafka."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from txbroker.core.records import Record
+from txbroker.door.consuming import ConsumingDoor, Copy, CopyRefused, TopicSpec
+from txbroker.door.delivering import DeliveryWriter, WriterFenced
+from txbroker.errors import KafkaUnavailable
+
+KEY = "outbox/0"
+
+
+class Writers:
+    """Writers with one transactional id, and the topics that they write."""
+
+    def __init__(self, world: Any, door: ConsumingDoor, target: str) -> None:
+        self._world = world
+        self._door = door
+        self.target = target
+        self.positions = world.name("relay")
+
+    def new(self, key: str = KEY) -> DeliveryWriter:
+        return self._door.delivery_writer(f"{self.positions}.{key}", self.positions, key)
+
+    def copies(self, *values: bytes) -> list[Copy]:
+        return [Copy(self.target, 0, Record(b"key", value)) for value in values]
+
+    async def visible(self) -> list[bytes | None]:
+        return [record.value for record in await self._world.visible(self.target)]
+
+
+@pytest.fixture
+async def writers(world: Any) -> AsyncIterator[Writers]:
+    door = await world.consuming_door()
+    await door.create([TopicSpec(world.name("relay"), 1, -1, {"cleanup.policy": "compact"})])
+    target = await world.create_topic("target", max_message_bytes="10000")
+    yield Writers(world, door, target)
+    await door.close()
+
+
+async def test_position_is_that_of_the_last_delivery(writers: Writers) -> None:
+    writer, other = writers.new(), writers.new("outbox/1")
+    assert await writer.claim() is None
+    assert await other.claim() is None
+    for number in (b"1", b"2"):
+        await writer.write(writers.copies(b"first " + number))
+        await writer.write(writers.copies(b"second " + number))
+        await writer.commit(number)
+    await other.commit(b"other")
+    assert await writers.visible() == [b"first 1", b"second 1", b"first 2", b"second 2"]
+    assert await writers.new().claim() == await writers.new().look() == b"2"
+
+
+@pytest.mark.rule(47)
+async def test_claim_fences_the_writer_before(writers: Writers) -> None:
+    first, second = writers.new(), writers.new()
+    await first.claim()
+    await first.write(writers.copies(b"open"))
+    await first.write(writers.copies(b"more"))
+    assert await second.claim() is None
+    with pytest.raises(WriterFenced):
+        await first.commit(b"1")
+    with pytest.raises(KafkaUnavailable):
+        await first.write(writers.copies(b"again"))
+    await second.write(writers.copies(b"second"))
+    await second.commit(b"2")
+    assert await writers.visible() == [b"second"]
+
+
+@pytest.mark.rule(47)
+async def test_aborted_messages_are_not_in_the_next_delivery(writers: Writers) -> None:
+    writer = writers.new()
+    await writer.claim()
+    for pieces in (1, 2, 3):
+        for piece in range(pieces):
+            await writer.write(writers.copies(b"aborted %d" % piece))
+        await writer.abort()
+        await writer.write(writers.copies(b"delivered %d" % pieces))
+        await writer.commit(b"%d" % pieces)
+    assert await writers.visible() == [b"delivered 1", b"delivered 2", b"delivered 3"]
+
+
+async def test_refused_message_is_named_and_the_others_are_aborted(writers: Writers) -> None:
+    writer = writers.new()
+    await writer.claim()
+    good, bad = writers.copies(b"good", b"x" * 20_000)
+    await writer.write([good, bad])
+    with pytest.raises(CopyRefused) as refused:
+        await writer.commit(b"1")
+    assert [copy.record.value for copy in refused.value.copies] == [bad.record.value]
+    await writer.write([good])
+    await writer.commit(b"2")
+    assert await writers.visible() == [b"good"]
+    assert await writers.new().claim() == b"2"

@@ -1,0 +1,100 @@
+"""A relay's writer whose requests are late, or get no answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from tests.kafka.relay import END_TXN, INIT_PRODUCER_ID, Fate, Relay, fates
+from tests.kit.kafka import KafkaHarness
+from txbroker.core.records import Record
+from txbroker.door.consuming import ConsumingDoor, Copy, TopicSpec
+from txbroker.door.delivering import DeliveryWriter
+from txbroker.errors import KafkaUnavailable
+
+
+class Late:
+    """Writers of one position, one of them through a relay that breaks on purpose."""
+
+    def __init__(self, world: KafkaHarness, target: str) -> None:
+        self.world = world
+        self.target = target
+
+    async def writer(self, relay: Relay | None = None) -> DeliveryWriter:
+        opener = {} if relay is None else {"opener": relay.open}
+        door: ConsumingDoor = await self.world.consuming_door(**opener)
+        topic = self.world.name("relay")
+        await door.create([TopicSpec(topic, 1, -1, {"cleanup.policy": "compact"})])
+        return door.delivery_writer(self.world.name("outbox"), topic, "outbox/0")
+
+    def copy(self, value: bytes) -> list[Copy]:
+        return [Copy(self.target, 0, Record(None, value))]
+
+    async def visible(self) -> list[bytes | None]:
+        return [record.value for record in await self.world.visible(self.target)]
+
+
+@pytest.fixture
+async def late(world: KafkaHarness) -> Late:
+    return Late(world, await world.create_topic("target"))
+
+
+@pytest.mark.rule(47)
+async def test_position_is_read_after_the_predecessor_is_fenced(
+    late: Late, make_relay: Callable[..., Relay]
+) -> None:
+    relay = make_relay(fates(INIT_PRODUCER_ID, Fate.HOLD))
+    first, second = await late.writer(), await late.writer(relay)
+    await first.claim()
+    claim = asyncio.create_task(second.claim())
+    held = await relay.caught()
+    await first.write(late.copy(b"a"))
+    await first.commit(b"1")
+    held.send()
+    assert await claim == b"1"
+
+
+@pytest.mark.rule(47)
+@pytest.mark.parametrize("fate", [Fate.LOSE_ANSWER, Fate.HOLD_AND_RESET])
+async def test_unknown_end_is_known_after_the_next_claim(
+    late: Late, make_relay: Callable[..., Relay], fate: Fate
+) -> None:
+    relay = make_relay()
+    writer = await late.writer(relay)
+    assert await writer.claim() is None
+    await writer.write(late.copy(b"a"))
+    relay.decide = fates(END_TXN, fate)
+    # A repeated end may show what became of the first one.
+    try:
+        await writer.commit(b"1")
+    except KafkaUnavailable:
+        position = await writer.claim()
+    else:
+        position = await (await late.writer()).claim()
+    assert await late.visible() == ([b"a"] if position == b"1" else [])
+    if position is None:
+        await writer.write(late.copy(b"a"))
+        await writer.commit(b"1")
+    assert await late.visible() == [b"a"]
+
+
+@pytest.mark.rule(47)
+async def test_messages_and_position_have_one_end(
+    late: Late, make_relay: Callable[..., Relay]
+) -> None:
+    requests: list[int] = []
+
+    def passed(key: int) -> Fate:
+        requests.append(key)
+        return Fate.PASS
+
+    writer = await late.writer(make_relay(passed))
+    await writer.claim()
+    for number in (b"1", b"2"):
+        requests.clear()
+        await writer.write(late.copy(b"first"))
+        await writer.write(late.copy(b"second"))
+        await writer.commit(number)
+        assert requests.count(END_TXN) == 1
