@@ -66,7 +66,6 @@ class OutboxChecks(CheckOwner):
         self._rows = rows
         self._thread = thread
         self._runner = CheckRunner(finder, NoMetrics())
-        self._asked: set[str] = set()
 
     async def offer(self) -> None:
         """Offer what is due."""
@@ -93,7 +92,6 @@ class OutboxChecks(CheckOwner):
         attempt = await self._thread.transaction(lambda: self._rows.attempt(id))
         if attempt is None:
             return None
-        self._asked.add(id)
         return CheckCall(
             id,
             self._group,
@@ -107,13 +105,12 @@ class OutboxChecks(CheckOwner):
         )
 
     def still_pending(self, id: str) -> bool:
-        """See `CheckOwner.still_pending`: the table decides, when the answer is stored."""
-        return id in self._asked
+        """See `CheckOwner.still_pending`: the table decides, when an attempt or answer is stored."""
+        return True
 
     async def answered(self, run: Sequence[AttemptResult]) -> None:
         """Store answers; see `CheckOwner.answered`."""
         for each in run:
-            self._asked.discard(each.call.id)
             try:
                 await self._store(each)
             except TxbrokerError as error:  # it is asked again after the interval
