@@ -105,7 +105,7 @@ class OutboxChecks(CheckOwner):
         )
 
     def still_pending(self, id: str) -> bool:
-        """See `CheckOwner.still_pending`: the table decides, when an attempt or answer is stored."""
+        """See `CheckOwner.still_pending`: the table decides, at each attempt and answer."""
         return True
 
     async def answered(self, run: Sequence[AttemptResult]) -> None:
