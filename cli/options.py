@@ -1,8 +1,11 @@
 """Options in sections, whose help names their environment variable and default; confirmations."""
 
+import re
 import sys
 import textwrap
+import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +17,36 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 _ALL_KEY = f"{__name__}.all"
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_AGO = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
+
+
+class Moment(click.ParamType[int]):
+    """A time: an age such as `2h`, or a date and time in ISO 8601, UTC without another zone."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return milliseconds since 1970."""
+        text = str(value)
+        if match := _AGO.fullmatch(text):
+            return round((time.time() - int(match[1]) * _SECONDS[match[2]]) * 1000)
+        try:
+            moment = datetime.fromisoformat(text)
+            zoned = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+            return max(0, round(zoned.timestamp() * 1000))
+        except (ValueError, OverflowError):
+            self.fail(
+                f"{text[:40]!r} is no time: give an age such as 30m or 2h, or a time such as "
+                "2026-01-31T18:00",
+                param,
+                ctx,
+            )
+
+
+MOMENT = Moment()
 
 
 class SectionOption(click.Option):

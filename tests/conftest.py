@@ -18,6 +18,7 @@ from xdist.scheduler import LoadScopeScheduling
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 
 if TYPE_CHECKING:
+    from tests.databases.places import Place
     from tests.kit.database_servers import MariaServer, PostgresServer
 
 _FULL = frozenset(
@@ -53,6 +54,37 @@ def mariadb_server() -> Iterator[MariaServer]:
 
     with MariaServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def postgres_place(postgres_server: PostgresServer) -> Place:
+    """One database of PostgreSQL, with tables."""
+    from tests.databases.places import Place, with_tables
+
+    return with_tables(Place(postgres_server.create_database()))
+
+
+@pytest.fixture(scope="session")
+def mariadb_place(mariadb_server: MariaServer) -> Place:
+    """One database of MariaDB, with tables."""
+    from tests.databases.places import Place, with_tables
+
+    return with_tables(Place(mariadb_server.create_database()))
+
+
+_KINDS = [
+    "sqlite",
+    pytest.param("postgresql", marks=pytest.mark.full),
+    pytest.param("mariadb", marks=pytest.mark.full),
+]
+
+
+@pytest.fixture(params=_KINDS)
+def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Each kind of database, with tables."""
+    from tests.databases.places import place_of
+
+    return place_of(request, tmp_path, request.param)
 
 
 @pytest.fixture(autouse=True)

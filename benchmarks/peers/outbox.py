@@ -12,9 +12,9 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import uvloop
 from aiokafka import AIOKafkaProducer
@@ -42,6 +42,9 @@ Row = tuple[int, bytes, bytes]
 """A row of the outbox: its number, and the message's key and value."""
 
 
+Relaying: TypeAlias = AbstractAsyncContextManager["asyncio.Task[None]"]
+
+
 class RelayStore(Protocol):
     """The relay's side of the database."""
 
@@ -50,11 +53,17 @@ class RelayStore(Protocol):
     async def remove(self, rows: Sequence[Row]) -> None: ...
 
 
-async def measure(kafka: str, store: SqliteStore, plan: Plan, in_flight: int) -> Figure:
-    """Measure with `in_flight` clients, each with sequential orders."""
+async def measure(
+    kafka: str, store: SqliteStore, plan: Plan, in_flight: int, relaying: Relaying
+) -> Figure:
+    """Measure with `in_flight` clients, each with sequential orders.
+
+    Args:
+        relaying: publishes the outbox during a block; the yielded task fails if publishing does.
+    """
     value = body_of(plan)
     number = 0
-    async with watching(kafka, TOPIC) as watcher, relaying(kafka, store) as relay:
+    async with watching(kafka, TOPIC) as watcher, relaying as relay:
 
         async def order(lane: int) -> int:
             nonlocal number
@@ -135,13 +144,14 @@ class SqliteStore:
 
     def __init__(self, path: Path) -> None:
         self._writer, self._reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._writing, self._reading = _open(path), _open(path)
-        self._writing.executescript(_TABLES)
+        self.path = path
+        self.writing, self._reading = _open(path), _open(path)
+        self.writing.executescript(_TABLES)
 
     def close(self) -> None:
         self._writer.shutdown()
         self._reader.shutdown()
-        self._writing.close()
+        self.writing.close()
         self._reading.close()
 
     async def insert(self, key: bytes, value: bytes) -> None:
@@ -156,10 +166,10 @@ class SqliteStore:
         await asyncio.get_running_loop().run_in_executor(self._writer, self._remove, rows)
 
     def _insert(self, key: bytes, value: bytes) -> None:
-        self._writing.execute("BEGIN IMMEDIATE")
-        self._writing.execute("INSERT INTO orders VALUES (?, 'placed')", (key,))
-        self._writing.execute("INSERT INTO outbox (key, value) VALUES (?, ?)", (key, value))
-        self._writing.execute("COMMIT")
+        self.writing.execute("BEGIN IMMEDIATE")
+        self.writing.execute("INSERT INTO orders VALUES (?, 'placed')", (key,))
+        self.writing.execute("INSERT INTO outbox (key, value) VALUES (?, ?)", (key, value))
+        self.writing.execute("COMMIT")
 
     def _oldest(self) -> Sequence[Row]:
         asked = "SELECT number, key, value FROM outbox ORDER BY number LIMIT ?"
@@ -167,7 +177,7 @@ class SqliteStore:
 
     def _remove(self, rows: Sequence[Row]) -> None:
         # Numbers come in the order of the commits here, so none below the last is missing.
-        self._writing.execute("DELETE FROM outbox WHERE number <= ?", (rows[-1][0],))
+        self.writing.execute("DELETE FROM outbox WHERE number <= ?", (rows[-1][0],))
 
 
 class SqliteOutbox:
@@ -187,11 +197,20 @@ class SqliteOutbox:
         with running_kafka(folder) as kafka:
             uvloop.run(create_topics(kafka.bootstrap, [TOPIC]))
             for in_flight in plan.in_flight:
-                store = SqliteStore(folder / f"outbox-{in_flight}.db")
+                store = self.store(folder / f"outbox-{in_flight}.db")
                 try:
-                    yield uvloop.run(measure(kafka.bootstrap, store, plan, in_flight))
+                    relay = self.relaying(kafka.bootstrap, store)
+                    yield uvloop.run(measure(kafka.bootstrap, store, plan, in_flight, relay))
                 finally:
                     store.close()
+
+    def store(self, path: Path) -> SqliteStore:
+        """Return a new database."""
+        return SqliteStore(path)
+
+    def relaying(self, kafka: str, store: SqliteStore) -> Relaying:
+        """Publish the outbox during a block."""
+        return relaying(kafka, store)
 
 
 def _open(path: Path) -> sqlite3.Connection:

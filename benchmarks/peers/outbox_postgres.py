@@ -14,7 +14,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import uvloop
 
 from benchmarks.peers.base import Figure, Missing, Plan, child
 from benchmarks.peers.kafka import KAFKA, create_topics, running_kafka, watching
-from benchmarks.peers.outbox import POLL_S, ROWS, TOPIC, Row, figure, relaying
+from benchmarks.peers.outbox import POLL_S, ROWS, TOPIC, Relaying, Row, figure, relaying
 
 ACCOUNT = "postgres"
 """Whom the server runs as where we are root, which it refuses: Debian's package makes it."""
@@ -55,6 +55,8 @@ class PostgresOutbox:
         f"relay that polls every {POLL_S * 1000:.0f} ms, at least once; synchronous_commit off"
     )
 
+    order = _ORDER
+
     def __init__(self) -> None:
         self._folder = Path()
 
@@ -86,10 +88,28 @@ class PostgresOutbox:
         with running_kafka(folder) as kafka, _cluster(self._folder, folder) as sockets:
             uvloop.run(create_topics(kafka.bootstrap, [TOPIC]))
             script = folder / "order.sql"
-            script.write_text(_ORDER.format(size=plan.size))
+            script.write_text(self.order.format(size=plan.size))
+            self.prepare(sockets)
             for in_flight in plan.in_flight:
                 services = _Services(sockets, script, in_flight, folder)
-                yield uvloop.run(_measure(kafka.bootstrap, sockets, plan, services))
+                relay = self.relaying(kafka.bootstrap, sockets)
+                yield uvloop.run(
+                    _measure(kafka.bootstrap, plan, services, relay, lambda: self.pending(sockets))
+                )
+
+    def prepare(self, sockets: Path) -> None:
+        """Create the tables."""
+        psql = ["psql", "-X", "-q", "-h", sockets, "-U", ACCOUNT, "-c", _TABLES, "postgres"]
+        subprocess.run(psql, check=True, capture_output=True)
+
+    def relaying(self, kafka: str, sockets: Path) -> Relaying:
+        """Publish the outbox during a block."""
+        return _polling(kafka, sockets)
+
+    async def pending(self, sockets: Path) -> bool:
+        """Return whether rows wait."""
+        async with _store(sockets) as other:
+            return bool(await other.oldest())
 
 
 class _Services:
@@ -180,25 +200,29 @@ async def _store(sockets: Path) -> AsyncIterator[PsqlStore]:
         await psql.wait()
 
 
-async def _measure(kafka: str, sockets: Path, plan: Plan, services: _Services) -> Figure:
-    async with (
-        watching(kafka, TOPIC) as watcher,
-        _store(sockets) as store,
-        relaying(kafka, store) as relay,
-    ):
+@asynccontextmanager
+async def _polling(kafka: str, sockets: Path) -> AsyncIterator[asyncio.Task[None]]:
+    async with _store(sockets) as store, relaying(kafka, store) as relay:
+        yield relay
+
+
+async def _measure(
+    kafka: str,
+    plan: Plan,
+    services: _Services,
+    relaying: Relaying,
+    pending: Callable[[], Awaitable[bool]],
+) -> Figure:
+    """Measure while services place orders; `relaying` as in `outbox.measure`."""
+    async with watching(kafka, TOPIC) as watcher, relaying as relay:
         watcher.began = _Stamped()
         await services.run(plan.warmup_s, "warmup")
         begin = time.monotonic()
         inserted = await services.run(plan.duration_s, "measured")
         found = figure(plan, services.clients, inserted, watcher, begin)
-        while not relay.done() and await _pending(sockets):
+        while not relay.done() and await pending():
             await asyncio.sleep(0.1)
     return found
-
-
-async def _pending(sockets: Path) -> bool:
-    async with _store(sockets) as other:
-        return bool(await other.oldest())
 
 
 @contextmanager
@@ -225,8 +249,6 @@ def _cluster(programs: Path, folder: Path) -> Iterator[Path]:
         with child(command, folder, "postgres", **options) as server:
             _wait(home, server)
             try:
-                psql = ["psql", "-X", "-q", "-h", home, "-U", ACCOUNT, "-c", _TABLES, "postgres"]
-                subprocess.run(psql, check=True, capture_output=True)
                 yield home
             finally:
                 server.send_signal(signal.SIGQUIT)  # its backends end with it

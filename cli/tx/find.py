@@ -1,16 +1,13 @@
 """`txbroker tx find` and `tx trace`: which transaction was it, and what happened to it."""
 
-import re
-import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import click
 
 from txbroker.cli.client import ApiClient, ApiError, client_options, for_all
 from txbroker.cli.completion import complete_ids, group_option, topic_option
-from txbroker.cli.options import conclude, limit_option, with_options
+from txbroker.cli.options import MOMENT, conclude, limit_option, with_options
 from txbroker.cli.output import (
     Row,
     RowStream,
@@ -24,34 +21,6 @@ from txbroker.cli.tx.rows import COLUMNS, STATES, story
 
 LIMIT = 100
 _ID_CHARS = 26
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_AGO = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
-
-
-class Moment(click.ParamType[int]):
-    """A time: an age such as `2h`, or a date and time in ISO 8601, UTC without another zone."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return milliseconds since 1970."""
-        text = str(value)
-        if match := _AGO.fullmatch(text):
-            return round((time.time() - int(match[1]) * _SECONDS[match[2]]) * 1000)
-        try:
-            moment = datetime.fromisoformat(text)
-            zoned = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-            return max(0, round(zoned.timestamp() * 1000))
-        except (ValueError, OverflowError):
-            self.fail(
-                f"{text[:40]!r} is no time: give an age such as 30m or 2h, or a time such as "
-                "2026-01-31T18:00",
-                param,
-                ctx,
-            )
-
-
-_MOMENT = Moment()
 
 
 @click.command("find")
@@ -64,8 +33,8 @@ _MOMENT = Moment()
     click.option("--dedup-key", metavar="TEXT", help="The producer's dedup key."),
     click.option("--order-key", metavar="TEXT", help="The producer's order key."),
     group_option("Its group."),
-    click.option("--since", type=_MOMENT, metavar="TIME", help="Prepared since then."),
-    click.option("--until", type=_MOMENT, metavar="TIME", help="Prepared before."),
+    click.option("--since", type=MOMENT, metavar="TIME", help="Prepared since then."),
+    click.option("--until", type=MOMENT, metavar="TIME", help="Prepared before."),
 )
 @limit_option("Stop after this number.", LIMIT)
 @output_option

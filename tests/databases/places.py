@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import psycopg
 import pymysql
+import pytest
 
 from tests.kit.until import until
 from txbroker.databases import Database, from_url
@@ -135,6 +136,20 @@ def with_tables(place: Place) -> Place:
     place.database.prepare()
     place.execute(f"CREATE TABLE orders (id {place.dialect.key})")
     return place
+
+
+def place_of(request: pytest.FixtureRequest, tmp_path: Path, kind: str, level: str = "") -> Place:
+    """Return a test's database of a kind, with tables: a new file, or the session's database."""
+    if kind == "sqlite":
+        return with_tables(sqlite_place(tmp_path, level or "delete"))
+    name = "postgres_place" if kind == "postgresql" else "mariadb_place"
+    server: Place = request.getfixturevalue(name)
+    return Place(server.url, level)
+
+
+def kind_marks(kind: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of tests of a kind of database."""
+    return [] if kind == "sqlite" else [pytest.mark.full]
 
 
 _aliases: dict[str, str] = {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 from inspect import iscoroutinefunction
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -142,7 +143,7 @@ def _plain(connection: Any, database: Database) -> tuple[Any, Execute]:
     """Return the driver's connection, and the function that executes statements in its open
     transaction."""
     driver = driver_of(connection)
-    if driver == "asyncpg" or iscoroutinefunction(getattr(type(connection), "execute", None)):
+    if driver == "asyncpg" or _awaits(connection):
         raise ConfigurationError(
             f"{_name(connection)} is asynchronous: await the method whose name ends with _async"
         )
@@ -153,6 +154,18 @@ def _plain(connection: Any, database: Database) -> tuple[Any, Execute]:
     # SQLAlchemy's raw_connection() returns a wrapper.
     inner = getattr(connection, "driver_connection", None) or connection
     return _driver(inner, database)
+
+
+def _awaits(connection: Any) -> bool:
+    """Return whether a connection's statements are awaited."""
+    kind: Any = type(connection)  # mypy takes no class for hashable
+    return _awaited(kind)
+
+
+@lru_cache(maxsize=64)
+def _awaited(kind: Any) -> bool:
+    """Return `_awaits` of a connection's class."""
+    return iscoroutinefunction(getattr(kind, "execute", None))
 
 
 def _driver(connection: Any, database: Database) -> tuple[Any, Execute]:
@@ -261,7 +274,7 @@ def execute_sqlalchemy(connection: Any, query: Query) -> Result:
 async def _asynchronous(connection: Any, database: Database) -> tuple[Any, ExecuteAsync]:
     """`_plain` for asyncio."""
     driver = driver_of(connection)
-    coroutines = iscoroutinefunction(getattr(type(connection), "execute", None))
+    coroutines = _awaits(connection)
     if driver == "sqlalchemy" and coroutines:
         return await _sqlalchemy_async(connection, database)
     if driver == "asyncpg":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -44,12 +44,16 @@ STATES = ("UNKNOWN", "LOCAL_COMMIT", "MESSAGE_ERROR")
 
 
 class RelayFigures(PumpEvents):
-    """What a relay has done and what waits, by the name of its metric and the labels."""
+    """What a relay has done and what waits, by the name of its metric and the labels.
 
-    def __init__(self) -> None:
+    Args:
+        shards: returns the number of shards that this process works on.
+    """
+
+    def __init__(self, shards: Callable[[], int]) -> None:
         self.counts: Counter[str] = Counter()
         self.rows: Mapping[str, tuple[int, float]] = {}
-        self.shards = 0
+        self._shards = shards
         self.lag_bytes: int | None = None
 
     def delivered(self, messages: int) -> None:
@@ -67,7 +71,7 @@ class RelayFigures(PumpEvents):
             name: {(): self.counts[name]}
             for name in ("delivered_total", "failures_total", "refused_total")
         }
-        found["shards"] = {(): self.shards}
+        found["shards"] = {(): self._shards()}
         if self.lag_bytes is None:
             found["rows"], found["oldest_seconds"] = {}, {}
             for state in STATES:

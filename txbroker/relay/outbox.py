@@ -215,7 +215,7 @@ class Outbox:
         """
         of_rows = _to_decide(prepared, decision)
         joined = self._join(connection)
-        unit = self._open_unit(joined.driver) or of_rows.ids[0]
+        unit = self._open_unit(joined.driver) or rows.new_unit()
         joined.run(self._decide(joined.driver, of_rows, decision, messages, unit))
 
     async def decide_async(
@@ -228,7 +228,7 @@ class Outbox:
         """`decide` on a connection whose statements are awaited."""
         of_rows = _to_decide(prepared, decision)
         joined = await self._join_async(connection)
-        unit = await self._open_unit_async(joined.driver) or of_rows.ids[0]
+        unit = await self._open_unit_async(joined.driver) or rows.new_unit()
         await joined.run(self._decide(joined.driver, of_rows, decision, messages, unit))
 
     # --- steps -------------------------------------------------------------------------------

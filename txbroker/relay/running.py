@@ -13,7 +13,6 @@ import structlog
 from txbroker.config.settings import load_kafka_access
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.outbox.leases import Leases, Named, rows_of_shard
-from txbroker.databases.outbox.table import outbox_tables
 from txbroker.databases.outbox.undecided import UndecidedRows
 from txbroker.databases.outbox.waiting import WaitingRows
 from txbroker.door.consuming import ConsumingDoor, TopicSpec
@@ -47,10 +46,11 @@ class RunningRelay:
         self, outbox: Outbox, kafka: str | HasConsumingDoor, settings: RelaySettings
     ) -> None:
         self._database = outbox.database
+        self._tables = outbox.tables
         self._kafka = kafka
         self._settings = settings
         self._stack = contextlib.AsyncExitStack()
-        self._figures = RelayFigures()
+        self._figures = RelayFigures(lambda: len(self._shards.owned))
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._door: ConsumingDoor
         self._named: Named
@@ -70,7 +70,7 @@ class RunningRelay:
 
     async def _start(self) -> None:
         settings = self._settings
-        await asyncio.to_thread(self._database.prepare, outbox_tables())
+        await asyncio.to_thread(self._database.prepare, self._tables)
         self._door = open_door(self._kafka, settings.security)
         self._stack.push_async_callback(self._door.close)
         await self._door.start()
@@ -91,7 +91,7 @@ class RunningRelay:
         await self._start_checks()
 
     async def _open_thread(self) -> DatabaseThread:
-        thread = DatabaseThread(self._database, outbox_tables())
+        thread = DatabaseThread(self._database, self._tables)
         self._stack.push_async_callback(thread.close)
         return thread
 
@@ -209,7 +209,7 @@ class RunningRelay:
         # Before the claim, which would fence the other relay.
         if stored is not None and (other := decode_position(stored).identity) != named.identity:
             raise name_taken(other, named.identity)
-        thread = DatabaseThread(self._database, outbox_tables())
+        thread = DatabaseThread(self._database, self._tables)
         source = OutboxSource(
             named,
             WaitingRows(self._database.dialect, rows_of_shard(shard, named.shards)),
@@ -261,7 +261,6 @@ class RunningRelay:
         """Count rows, and delete finished ones."""
         rows = WaitingRows(self._database.dialect)
         while True:
-            self._figures.shards = len(self._shards.owned)
             try:
                 self._figures.rows = await self._thread.read(rows.counts)
                 if 0 in self._shards.owned:

@@ -28,18 +28,24 @@ def block_on(dialect: Dialect, connection: Any) -> Iterator[None]:
         with transaction.atomic(using=connection.alias):
             yield
     elif driver == "sqlalchemy" and not hasattr(connection, "driver_connection"):
-        if connection.in_transaction():
-            _begin_sqlite(dialect, connection)
-            with connection.begin_nested():
+        session = _unscoped(connection)
+        if session.in_transaction():
+            _begin_sqlite(dialect, session)
+            with session.begin_nested():
                 yield
         else:
-            with connection.begin():
+            with session.begin():
                 yield
     else:
         # SQLAlchemy's raw_connection() returns a wrapper; another pool's may, too.
         inner = getattr(connection, "driver_connection", None) or connection
         with _savepoint(inner) if _is_open(inner) else _transaction(dialect, inner):
             yield
+
+
+def _unscoped(connection: Any) -> Any:
+    """Return the session of a scoped one, which is a function of it."""
+    return connection() if callable(connection) else connection
 
 
 def _begin_sqlite(dialect: Dialect, connection: Any) -> None:
@@ -115,14 +121,10 @@ async def _async_block(dialect: Dialect, connection: Any) -> AbstractAsyncContex
         # psycopg's and asyncpg's are savepoints in an open transaction.
         block: AbstractAsyncContextManager[Any] = connection.transaction()
         return block
-    if not connection.in_transaction():
-        begun: AbstractAsyncContextManager[Any] = connection.begin()
+    session = _unscoped(connection)
+    if not session.in_transaction():
+        begun: AbstractAsyncContextManager[Any] = session.begin()
         return begun
-    from sqlalchemy.ext.asyncio import AsyncConnection
-
-    inner = connection
-    if not isinstance(connection, AsyncConnection):
-        inner = await connection.connection()
-    await inner.run_sync(lambda plain: _begin_sqlite(dialect, plain))
-    nested: AbstractAsyncContextManager[Any] = connection.begin_nested()
+    await session.run_sync(lambda plain: _begin_sqlite(dialect, plain))
+    nested: AbstractAsyncContextManager[Any] = session.begin_nested()
     return nested

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -41,25 +42,27 @@ _PIECE_BYTES = 2**20
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 _topics = lru_cache(maxsize=1024)(_TOPIC.fullmatch)
 _encode_json = msgspec.json.Encoder().encode
+NO_HEADERS = "[]"
+_DEFAULTS = (NO_HEADERS, None, None, None)
+"""Of the last fields of `NewRow`."""
 
 
 class NewRow(NamedTuple):
-    """The values of a row, in the order of `_INSERTED`."""
+    """The values of a row, by column."""
 
     id: str
     topic: str
-    key: bytes | None
-    value: bytes | None
-    headers: str
-    partition: int | None
-    timestamp_ms: int | None
-    order_key: str | None
+    message_key: bytes | None
+    message_value: bytes | None
     shard: int
+    headers: str = NO_HEADERS
+    partition_id: int | None = None
+    timestamp_ms: int | None = None
+    order_key: str | None = None
 
 
-_INSERTED = (
-    "id, topic, message_key, message_value, headers, partition_id, timestamp_ms, order_key, shard"
-)
+_ALWAYS = 5
+"""Columns of each INSERT; the others are left out where all rows have their default."""
 
 
 # --- messages as rows ------------------------------------------------------------------------
@@ -94,11 +97,11 @@ def new_rows(messages: Sequence[Message], order_key: str | None) -> list[NewRow]
                 message.topic,
                 key,
                 message.value,
-                _encode_json(headers_to_json(headers)).decode() if headers else "[]",
+                shard,
+                _encode_json(headers_to_json(headers)).decode() if headers else NO_HEADERS,
                 message.partition,
                 message.timestamp_ms,
                 order_key,
-                shard,
             )
         )
     return rows
@@ -108,11 +111,7 @@ def _check(message: Message, number: int) -> None:
     """Raise BadRequest if a message cannot be delivered."""
     if not isinstance(message, Message):
         raise BadRequest(f"messages[{number}] is a Message of txbroker.relay, not {message!r:.100}")
-    if not _topics(message.topic) or message.topic in (".", ".."):
-        raise BadRequest(
-            f"messages[{number}]: a topic has 1 to 249 letters, digits, '.', '_' and '-', not "
-            f"{message.topic!r:.300}: correct its name"
-        )
+    check_topic(message.topic)
     size = len(message.key or b"") + len(message.value or b"")
     if message.headers:
         size += sum(len(name) + len(value or b"") for name, value in message.headers)
@@ -135,6 +134,21 @@ def _check(message: Message, number: int) -> None:
                 f"messages[{number}]: the header name {header!r} cannot be written as UTF-8: "
                 "correct it"
             )
+
+
+def new_unit() -> str:
+    """Return a unit for decided rows: not that of the prepared ones, by which they are committed
+    already."""
+    return os.urandom(16).hex()
+
+
+def check_topic(topic: object) -> None:
+    """Raise BadRequest if Kafka has no topic of a name."""
+    if not isinstance(topic, str) or not _topics(topic) or topic in (".", ".."):
+        raise BadRequest(
+            "a topic has 1 to 249 letters, digits, '.', '_' and '-', not "
+            f"{topic!r:.300}: correct its name"
+        )
 
 
 def _check_order_key(order_key: object) -> None:
@@ -177,24 +191,33 @@ def insert(
     further: tuple[Any, ...] = (unit,) if unit else ()
     if timeout_ms is not None:
         further += (timeout_ms,)
+    fields = _used(rows)
+    columns = tuple([NewRow._fields[field] for field in fields])
+    columns += ("unit",) * bool(unit) + ("timeout_at",) * (timeout_ms is not None)
+    values = itemgetter(*fields)
     for piece in _pieces(rows):
-        sql = _insert_sql(dialect, len(piece), state, bool(unit), timeout_ms is not None)
-        if further:
-            yield Query(sql, [*chain.from_iterable((*row, *further) for row in piece)])
-        else:
-            yield Query(sql, [*chain.from_iterable(piece)])
+        sql = _insert_sql(dialect, columns, state, len(piece))
+        yield Query(sql, [*chain.from_iterable((*values(row), *further) for row in piece)])
+
+
+def _used(rows: Sequence[NewRow]) -> tuple[int, ...]:
+    """Return the fields that differ from the columns' defaults in any row."""
+    fields = tuple(range(_ALWAYS))
+    for field, default in enumerate(_DEFAULTS, _ALWAYS):
+        if any(row[field] != default for row in rows):
+            fields += (field,)
+    return fields
 
 
 @lru_cache(maxsize=1024)
-def _insert_sql(dialect: Dialect, count: int, state: str, unit: bool, timeout: bool) -> str:
-    columns, values = _INSERTED, ", ".join("?" * len(NewRow._fields))
-    if unit:
-        columns, values = columns + ", unit", values + ", ?"
-    if timeout:
-        columns, values = columns + ", timeout_at", f"{values}, {dialect.now_ms} + ?"
+def _insert_sql(dialect: Dialect, columns: Sequence[str], state: str, count: int) -> str:
+    row = ", ".join(
+        f"{dialect.now_ms} + ?" if column == "timeout_at" else "?" for column in columns
+    )
+    names = ", ".join(columns)
     if state != LOCAL_COMMIT:
-        columns, values = columns + ", state", f"{values}, '{state}'"
-    return f"INSERT INTO {OUTBOX} ({columns}) VALUES {', '.join([f'({values})'] * count)}"
+        names, row = names + ", state", f"{row}, '{state}'"
+    return f"INSERT INTO {OUTBOX} ({names}) VALUES {', '.join([f'({row})'] * count)}"
 
 
 def _pieces(rows: Sequence[NewRow]) -> Iterator[Sequence[NewRow]]:
@@ -204,7 +227,7 @@ def _pieces(rows: Sequence[NewRow]) -> Iterator[Sequence[NewRow]]:
         return
     begin = size = 0
     for end, row in enumerate(rows):
-        more = len(row.key or b"") + len(row.value or b"") + len(row.headers)
+        more = len(row.message_key or b"") + len(row.message_value or b"") + len(row.headers)
         if end > begin and (end - begin == _ROWS or size + more > _PIECE_BYTES):
             yield rows[begin:end]
             begin, size = end, 0
@@ -214,7 +237,7 @@ def _pieces(rows: Sequence[NewRow]) -> Iterator[Sequence[NewRow]]:
 
 # --- decided ---------------------------------------------------------------------------------
 
-_UNDECIDED = f"(state = '{UNKNOWN}' OR state = '{MESSAGE_ERROR}' AND check_attempts > 0)"
+UNDECIDED = f"(state = '{UNKNOWN}' OR state = '{MESSAGE_ERROR}' AND check_attempts > 0)"
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -241,6 +264,9 @@ class Prepared(msgspec.Struct, frozen=True):
         if isinstance(given, str) and given and all(part for part in given.split(",")):
             return cls(tuple(given.split(",")))
         raise BadRequest(f"prepared is what `prepare` returned, or its text, not {given!r:.100}")
+
+
+_REPLACED = "message_key", "message_value", "headers", "partition_id", "timestamp_ms", "shard"
 
 
 class _Standing(NamedTuple):
@@ -363,15 +389,13 @@ def _commit(
     else:
         change += "?"
         values.append(unit or ids[0])
-    replaced = "message_key", "message_value", "headers", "partition_id", "timestamp_ms", "shard"
     if rows is not None:
-        change += "".join(f", {column} = ?" for column in replaced)
+        change += "".join(f", {column} = ?" for column in _REPLACED)
     # One statement each: their order is that of the new positions.
     for number, id in enumerate(ids):
         final: tuple[Any, ...] = ()
         if rows is not None:
-            row = rows[number]
-            final = row.key, row.value, row.headers, row.partition, row.timestamp_ms, row.shard
+            final = tuple(getattr(rows[number], column) for column in _REPLACED)
         if dialect.draw_identity:
             yield Query(dialect.draw_identity.format(table=OUTBOX))
         yield Query(f"UPDATE {OUTBOX} SET {change} WHERE id = ?", (*values, *final, id))
@@ -417,7 +441,7 @@ def siblings(dialect: Dialect, id: str) -> Steps[Prepared]:
     Raises:
         BadRequest: there is no such row, or it is decided.
     """
-    found = yield Query(f"SELECT unit, {_UNDECIDED} FROM {OUTBOX} WHERE id = ?", (id,))
+    found = yield Query(f"SELECT unit, {UNDECIDED} FROM {OUTBOX} WHERE id = ?", (id,))
     if not found.rows or not found.rows[0][1]:
         raise BadRequest(
             f"row {id} is not undecided: `txbroker outbox list --state {UNKNOWN}` lists those rows"
@@ -426,6 +450,6 @@ def siblings(dialect: Dialect, id: str) -> Steps[Prepared]:
     if not unit:
         return Prepared((id,))
     result = yield Query(
-        f"SELECT id FROM {OUTBOX} WHERE unit = ? AND {_UNDECIDED} ORDER BY position", (unit,)
+        f"SELECT id FROM {OUTBOX} WHERE unit = ? AND {UNDECIDED} ORDER BY position", (unit,)
     )
     return Prepared(tuple(row[0] for row in result.rows))

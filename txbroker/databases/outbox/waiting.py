@@ -152,13 +152,12 @@ class WaitingRows:
 
     def refuse(
         self, refused: Sequence[Refused], retries_max: int, pauses_ms: Sequence[int]
-    ) -> Steps[int]:
-        """Note refusals: each row is sent again after a pause, or given up after `retries_max`.
+    ) -> Steps[None]:
+        """Note refusals: each row is sent again after a pause, together with the others of its
+        unit, or given up after `retries_max`.
 
         Args:
             pauses_ms: by the number of earlier retries; the last one for all further ones.
-
-        Returns: until when the last of them waits, milliseconds since 1970; 0 if none does.
         """
         now_ms = self._dialect.now_ms
         steps = "".join(
@@ -166,7 +165,6 @@ class WaitingRows:
         )
         pause = f"CASE retries {steps}ELSE {pauses_ms[-1]} END"
         last = f"(retries + 1 >= {retries_max} OR COALESCE(timeout_at <= {now_ms}, FALSE))"
-        until = 0
         for each in refused:
             for begin in range(0, len(each.ids), _UNITS):
                 some = each.ids[begin : begin + _UNITS]
@@ -179,9 +177,17 @@ class WaitingRows:
                     f"cause = ?, changed_at = {now_ms}, retries = retries + 1 {of_rows}",
                     (each.cause, *some),
                 )
-                found = yield Query(f"SELECT MAX(next_at) FROM {OUTBOX} {of_rows}", some)
-                until = max(until, int(found.rows[0][0] or 0))
-        return until
+                waiting = yield Query(
+                    f"SELECT unit, MAX(next_at) FROM {OUTBOX} {of_rows} AND unit <> '' "
+                    "GROUP BY unit",
+                    some,
+                )
+                for unit, until_ms in waiting.rows:
+                    yield Query(
+                        f"UPDATE {OUTBOX} SET next_at = {int(until_ms)} "
+                        f"WHERE unit = ? AND {_READY}{self._of_shards}",
+                        (unit,),
+                    )
 
     def release(self) -> Steps[int]:
         """Let held rows be sent whose time has come; return their number."""

@@ -1,0 +1,116 @@
+"""txbroker's outbox and relay, measured as the polled outboxes are.
+
+The relay is `txbroker outbox relay` in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psycopg
+
+from benchmarks.peers.outbox import TOPIC, Relaying, SqliteOutbox, SqliteStore
+from benchmarks.peers.outbox_postgres import ACCOUNT, PostgresOutbox
+from txbroker.databases import Postgres, SQLite
+from txbroker.relay import Message, Outbox
+
+_ORDERS = "CREATE TABLE orders (id text PRIMARY KEY, state text NOT NULL)"
+# A key begins with its time of creation, from which the latency is computed.
+_ORDER = """
+\\set one random(1, 1000000000000)
+BEGIN;
+WITH made AS (SELECT extract(epoch FROM clock_timestamp()) || '-:client_id-:one' AS key),
+  placed AS (INSERT INTO orders SELECT key, 'placed' FROM made)
+INSERT INTO txbroker_outbox (topic, message_key, message_value)
+  SELECT 'outbox', convert_to(key, 'UTF8'), convert_to(repeat('x', {size}), 'UTF8') FROM made;
+COMMIT;
+"""
+
+
+class RelayedSqlite(SqliteOutbox):
+    """txbroker's outbox on SQLite."""
+
+    name = "txbroker-outbox-sqlite"
+    title = "txbroker outbox, SQLite"
+    counts = (
+        "an order and its message inserted in one local transaction by `Outbox.add`, published by "
+        "`txbroker outbox relay`, exactly once; journal WAL, synchronous NORMAL"
+    )
+
+    def store(self, path: Path) -> SqliteStore:
+        return _Store(path)
+
+    def relaying(self, kafka: str, store: SqliteStore) -> Relaying:
+        return _relaying(f"sqlite:///{store.path}", kafka)
+
+
+class _Store(SqliteStore):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._outbox = Outbox(SQLite(path))
+        self._outbox.create()
+
+    def _insert(self, key: bytes, value: bytes) -> None:
+        self.writing.execute("BEGIN IMMEDIATE")
+        self.writing.execute("INSERT INTO orders VALUES (?, 'placed')", (key,))
+        self._outbox.add(self.writing, Message(TOPIC, key, value))
+        self.writing.execute("COMMIT")
+
+
+class RelayedPostgres(PostgresOutbox):
+    """txbroker's outbox on PostgreSQL."""
+
+    name = "txbroker-outbox-postgres"
+    title = "txbroker outbox, PostgreSQL"
+    counts = (
+        "an order and its message inserted in one local transaction by pgbench, published by "
+        "`txbroker outbox relay`, exactly once; synchronous_commit off"
+    )
+    order = _ORDER
+
+    def prepare(self, sockets: Path) -> None:
+        Outbox(Postgres(_url(sockets))).create()
+        with psycopg.connect(_url(sockets)) as connection:
+            connection.execute(_ORDERS)
+
+    def relaying(self, kafka: str, sockets: Path) -> Relaying:
+        return _relaying(_url(sockets), kafka)
+
+    async def pending(self, sockets: Path) -> bool:
+        async with await psycopg.AsyncConnection.connect(_url(sockets)) as connection:
+            found = await connection.execute(
+                "SELECT 1 FROM txbroker_outbox WHERE state = 'LOCAL_COMMIT' LIMIT 1"
+            )
+            return await found.fetchone() is not None
+
+
+def _url(sockets: Path) -> str:
+    return f"postgresql:///postgres?host={sockets}&user={ACCOUNT}"
+
+
+@asynccontextmanager
+async def _relaying(url: str, kafka: str) -> AsyncIterator[asyncio.Task[None]]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "txbroker", "outbox", "relay", url, "--kafka", kafka),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    line = await process.stderr.readline()
+    assert b"running" in line, line
+    ended = asyncio.create_task(_end_of(process))
+    try:
+        yield ended
+    finally:
+        process.terminate()
+        await ended
+
+
+async def _end_of(process: asyncio.subprocess.Process) -> None:
+    assert process.stderr is not None
+    output = await process.stderr.read()
+    if await process.wait() > 0:
+        raise AssertionError(output.decode())
