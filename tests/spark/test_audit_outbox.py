@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import sqlite3
+import json
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -12,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.kit.until import unique
+from tests.spark.audit_process import QUICK, environment
 from txbroker.config.settings import load_kafka_access
 from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER
 from txbroker.core.records import Header, Record
-from txbroker.databases import SQLite
+from txbroker.databases.steps import Query
+from txbroker.databases.urls import from_url
 from txbroker.door.consuming import TopicSpec
 from txbroker.embedded import EmbeddedKafka
 from txbroker.kafka import KafkaSettings
@@ -41,13 +45,12 @@ MESSAGES = (
 
 
 class Audited:
-    """An outbox in SQLite, its relay and two topics."""
+    """An outbox, its relay and two topics."""
 
-    def __init__(self, folder: Path, kafka: str, door: KafkaConsumingDoor) -> None:
+    def __init__(self, url: str, kafka: str, door: KafkaConsumingDoor) -> None:
         self.prefix = unique("outbox")
-        self.file = folder / "shop.db"
-        self.kafka, self.door = kafka, door
-        self.outbox = Outbox(SQLite(self.file, create_tables=True), name=self.prefix)
+        self.url, self.kafka, self.door = url, kafka, door
+        self.outbox = Outbox(from_url(url, create_tables=True), name=self.prefix)
         self.outbox.create()
 
     def topic(self, name: str) -> str:
@@ -56,18 +59,18 @@ class Audited:
     def add(self, *messages: Message) -> list[str]:
         """Insert messages; return their ids."""
         ids: list[str] = []
-        with closing(sqlite3.connect(self.file)) as connection:
+        with closing(self.outbox.database.open()) as session:
             for message in messages:
+                session.begin()
                 named = Message(self.topic(message.topic), *_rest(message))
-                connection.execute("BEGIN IMMEDIATE")
-                ids += self.outbox.add(connection, named)
-                connection.commit()
+                ids += self.outbox.add(session.connection, named)
+                session.commit()
         return ids
 
     def change(self, sql: str, *values: Any) -> None:
         """Change rows, as a fault."""
-        with closing(sqlite3.connect(self.file)) as connection, connection:
-            connection.execute(f"UPDATE txbroker_outbox SET {sql}", values)
+        with closing(self.outbox.database.open()) as session:
+            session.execute(Query(f"UPDATE txbroker_outbox SET {sql}", values))
 
     async def deliver(self) -> None:
         async with Relay(self.outbox, self.kafka, topic_prefix=self.prefix) as relay:
@@ -102,12 +105,12 @@ def _rest(message: Message) -> tuple[Any, ...]:
 
 
 @asynccontextmanager
-async def _audited(kafka: EmbeddedKafka, folder: Path) -> AsyncIterator[Audited]:
+async def _audited(kafka: EmbeddedKafka, url: str) -> AsyncIterator[Audited]:
     access = load_kafka_access(kafka.bootstrap, environ={})
     door = KafkaConsumingDoor.from_access(access, "txbroker-test")
     await door.start()
     try:
-        audited = Audited(folder, kafka.bootstrap, door)
+        audited = Audited(url, kafka.bootstrap, door)
         await door.create([TopicSpec(audited.topic(name), 2, -1, {}) for name in ("one", "two")])
         yield audited
     finally:
@@ -117,7 +120,7 @@ async def _audited(kafka: EmbeddedKafka, folder: Path) -> AsyncIterator[Audited]
 async def test_every_fault_is_found_and_nothing_else(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:
-    async with _audited(kafka, tmp_path) as audited:
+    async with _audited(kafka, f"sqlite:///{tmp_path}/shop.db") as audited:
         right = audited.add(*MESSAGES)
         rolled_back, undecided, body, headers, timestamp, target, twice = audited.add(
             *[Message("one", key=b"1", value=b"plain")] * 7
@@ -133,7 +136,7 @@ async def test_every_fault_is_found_and_nothing_else(
         stray, purged = f"{NOW_MS:012x}" + "5" * 20, f"{NOW_MS - 7_200_000:012x}" + "5" * 20
         waiting = audited.add(Message("two", value=b"waits"))
         audited.change("state = 'GLOBAL_COMMIT', changed_at = 1 WHERE id = ?", lost)
-        audited.change("state = 'GLOBAL_COMMIT', changed_at = 1e15 WHERE id = ?", young)
+        audited.change("state = 'GLOBAL_COMMIT', changed_at = 1000000000000000 WHERE id = ?", young)
         audited.change("state = 'LOCAL_ROLLBACK' WHERE id = ?", rolled_back)
         audited.change("state = 'UNKNOWN' WHERE id = ?", undecided)
         audited.change("message_value = 'plain ' WHERE id = ?", body)
@@ -192,3 +195,32 @@ def test_rows_are_lost_only_where_that_is_certain(spark: SparkSession) -> None:
     table = spark.createDataFrame(list(rows), columns)
     found = table.select("*", lateness(judged_from, 1000)).collect()
     assert {tuple(row)[:3]: tuple(row)[3] for row in found} == rows
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("server", ["postgres_server", "mariadb_server"])
+async def test_a_server_is_read_by_jdbc(
+    request: pytest.FixtureRequest, kafka: EmbeddedKafka, server: str
+) -> None:
+    url = request.getfixturevalue(server).create_database()
+    async with _audited(kafka, url) as audited:
+        ids = audited.add(*MESSAGES)
+        await audited.deliver()
+        (lost,) = audited.add(Message("one", value=b"never sent"))
+        audited.change("state = 'GLOBAL_COMMIT', changed_at = 1 WHERE id = ?", lost)
+        audited.change("message_value = ? WHERE id = ?", b"\xff", ids[0])
+
+        command = [
+            *(sys.executable, "-m", "txbroker", "audit", "outbox", url, "-o", "json"),
+            *("--kafka", kafka.bootstrap, "--master", "local[2]", *QUICK),
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=environment()
+        )
+
+        assert done.returncode == 4, done.stderr
+        found = json.loads(done.stdout)
+        assert found["drift"] == {"lost": 1, "body_changed": 1}
+        assert found["records"] == len(MESSAGES)
+        assert {each["id"] for each in found["examples"]} == {lost, ids[0]}
