@@ -34,6 +34,7 @@ from txbroker.cli.output import (
     since,
     table,
 )
+from txbroker.cli.relay.outbox_relay import command as relay_command
 from txbroker.cli.run import CommandFailed, PartlyDone, usage_errors
 from txbroker.core.records import Decision
 from txbroker.databases.barrier import TooLate
@@ -276,6 +277,9 @@ def purge_command(url: str, before_ms: int, yes: bool) -> None:
     with database.explained(tables=_TABLES):
         count = database.apart(WaitingRows(database.dialect).purge(keep_s))
     click.echo(f"{_counted(count)} deleted.", err=True)
+
+
+command.add_command(relay_command)
 
 
 # --- shared ----------------------------------------------------------------------------------

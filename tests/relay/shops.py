@@ -65,9 +65,10 @@ def message(key: str, topic: str = "payments") -> Message:
 def emptied(place: Place) -> Iterator[Outbox]:
     """Lend the outbox of a place, without rows of earlier tests."""
     outbox = Outbox(place.database)
-    outbox.create()
-    for table in ("txbroker_outbox", "orders"):
-        place.execute(f"DELETE FROM {table}")
+    place.database.prepare(outbox.tables)
+    with place.transaction() as connection:
+        for table in ("txbroker_outbox", "orders"):
+            run(connection, f"DELETE FROM {table}")
     yield outbox
     # Their connections end with the outbox.
     del outbox

@@ -108,15 +108,18 @@ class DriverSession:
 
     def rollback(self) -> None:
         """Roll it back, if one is open."""
-        if self.in_transaction:
+        if in_transaction(self.connection) is not False:
             self._command("ROLLBACK")
 
     def _command(self, sql: str) -> None:
         """Execute a statement without a result: with less work than `execute`."""
-        if driver_of(self.connection) == "pymysql":
+        driver = driver_of(self.connection)
+        if driver == "pymysql":
             self.connection.query(sql)
-        else:
+        elif driver in ("sqlite3", "psycopg"):
             self.connection.execute(sql)
+        else:
+            self.execute(Query(sql))
 
     def close(self) -> None:
         """Close the connection."""

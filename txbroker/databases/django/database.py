@@ -35,22 +35,23 @@ class DjangoDatabase(Database):
     def __init__(self, alias: str) -> None:
         from django.db import connections
 
+        dialect = dialect_named(connections[alias].vendor)
         super().__init__(
             self._connect_apart,
-            dialect_named(connections[alias].vendor),
-            style=_STYLE,
+            dialect,
+            style="qmark" if dialect is SQLITE else _STYLE,
             name=f"Django's database {alias!r}",
         )
         self._alias = alias
-        self.writers_max = 1 if self.dialect is SQLITE else self.writers_max
+        self.writers_max = 1 if dialect is SQLITE else self.writers_max
 
     def _connect_apart(self) -> Any:
-        """Return a connection that any thread may use, one at a time."""
+        """Return a connection of the driver: one of Django's belongs to a thread."""
         from django.db import connections
 
         connection = connections.create_connection(self._alias)
-        connection.inc_thread_sharing()
-        return connection
+        connection.ensure_connection()
+        return connection.connection
 
     def open(self, lock_wait_s: float = LOCK_WAIT_S, idle_s: float = IDLE_S) -> PlainSession:
         """Open a session on the thread's connection, see `Database.open`."""

@@ -30,7 +30,7 @@ from txbroker.databases.outbox.table import (
 from txbroker.databases.steps import Query, Steps
 from txbroker.errors import BadRequest, ConfigurationError
 
-MESSAGE_BYTES_MAX = 8 * 2**20
+MESSAGE_BYTES_MAX = 7 * 2**20
 """The largest message: twice its size, as it is in SQL at worst, fits in a packet of MariaDB's
 default `max_allowed_packet`. Kafka's topics take 1 MiB by default."""
 _ORDER_KEY_MAX = 1024
