@@ -174,7 +174,7 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_impossible_row_is_shown_with_the_next_step(tmp_path: Any, edit: str) -> None:
-    """Of a table whose constraints somebody has dropped."""
+    """Of a table whose constraints were dropped."""
     place = place_of(None, tmp_path, "sqlite")  # type: ignore[arg-type]
     change, problem = EDITS[edit]
     with emptied(place) as outbox, place.transaction() as connection:

@@ -21,7 +21,7 @@ from tests.relay.shops import message, rows
 from txbroker.cli.main import cli
 from txbroker.databases import Database, from_django, from_url
 from txbroker.databases.outbox.operations import to_message
-from txbroker.databases.outbox.table import COLUMNS
+from txbroker.databases.outbox.table import ASLEEP, COLUMNS
 from txbroker.errors import ConfigurationError
 from txbroker.relay.outbox import Outbox
 
@@ -234,11 +234,9 @@ def test_writers_notify_only_while_a_relay_sleeps(postgres_place: Place, listene
     outbox = Outbox(postgres_place.database)
     outbox.create()
 
-    def notified(asleep_ms: int) -> int:
-        postgres_place.execute(
-            f"UPDATE txbroker_relay SET asleep_until = {asleep_ms} + "
-            "CAST(extract(epoch FROM now()) * 1000 AS bigint)"
-        )
+    def notified(asleep: bool) -> int:
+        lock = "pg_try_advisory_lock" if asleep else "pg_advisory_unlock"
+        listener.execute(f"SELECT {lock}({ASLEEP})")
         with postgres_place.transaction() as connection:
             outbox.add(connection, message("a"))
         with postgres_place.transaction() as connection:
@@ -252,7 +250,7 @@ def test_writers_notify_only_while_a_relay_sleeps(postgres_place: Place, listene
             count += 1
         return count
 
-    assert [notified(60_000), notified(-1), notified(60_000)] == [2, 0, 2]
+    assert [notified(True), notified(False), notified(True)] == [2, 0, 2]
 
 
 # --- imports ---------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ class OutboxSource:
         ]
         pauses_ms = [round(pause_s * 1000) for pause_s in self._retries.pauses_s]
         await self._thread.transaction(
-            lambda: self._rows.refuse(refused, self._retries.max, pauses_ms)
+            lambda: self._rows.refuse(refused, delivery.positions, self._retries.max, pauses_ms)
         )
         self._held = await self._thread.read(self._rows.held)
 

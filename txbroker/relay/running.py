@@ -214,7 +214,7 @@ class RunningRelay:
             named,
             WaitingRows(self._database.dialect, rows_of_shard(shard, named.shards)),
             thread,
-            wakeups(thread, self._database, self._leases),
+            wakeups(thread, self._database),
             Retries(settings.retries_max),
         )
         return RelaySink(self._door, writer), source

@@ -3,7 +3,7 @@
 | database | without rows for a second |
 | --- | --- |
 | SQLite | `PRAGMA data_version`, every 20 ms, shows whether another connection has committed |
-| PostgreSQL | the relay is marked asleep, and a trigger notifies it; NOTIFY serialises commits |
+| PostgreSQL | the relay holds a lock, by which a trigger knows that it has to notify |
 | MariaDB | a look every second |
 """
 
@@ -13,9 +13,9 @@ import asyncio
 import contextlib
 from typing import Any, Protocol
 
+from txbroker.databases.database import Database
 from txbroker.databases.dialect import POSTGRESQL, SQLITE
-from txbroker.databases.outbox.leases import Leases
-from txbroker.databases.outbox.table import CHANNEL
+from txbroker.databases.outbox.table import ASLEEP, CHANNEL
 from txbroker.databases.sessions import PlainSession
 from txbroker.databases.steps import Query
 from txbroker.relay.sessions import DatabaseThread
@@ -24,8 +24,8 @@ _FIRST_S, _BUSY_S, _IDLE_S = 0.001, 0.02, 1.0
 _BUSY_FOR_S = 1.0
 """After the last rows, the pauses stay short for this time."""
 _GROWTH = 1.5
-ASLEEP_S = 30.0
-"""How long a relay is marked asleep, unless it wakes before; then it marks itself again."""
+_AWAKE_S = 0.1
+"""Between looks of a relay that cannot sleep."""
 
 
 class Wakeups(Protocol):
@@ -109,44 +109,48 @@ class FileChanges(Pauses):
 
 
 class Notifications(Pauses):
-    """Marks the relay asleep while there are no rows, and waits for notifications."""
+    """Has writers notify this relay while there are no rows.
 
-    def __init__(self, thread: DatabaseThread, leases: Leases) -> None:
+    A sleeping relay holds a lock that each writer tries to share, until it commits: who gets it
+    does not notify. So no row that was committed before the lock was taken is missed by a look
+    after it, and each later one is announced. The lock ends with the connection.
+    """
+
+    def __init__(self, thread: DatabaseThread) -> None:
         super().__init__()
         self._thread = thread
-        self._leases = leases
         self._loop = asyncio.get_running_loop()
-        self._asleep_s = float("-inf")
-        """Since when it is marked asleep."""
+        self._asleep = False
         self._listening: Any = None
 
     async def found(self) -> None:
         await super().found()
-        if self._asleep_s > self._now_s() - ASLEEP_S:
-            self.reset()
-            await self._thread.transaction(self._leases.wake)
+        if self._asleep:
+            self._asleep = False
+            await self._thread.call(_unlock)
 
     def reset(self) -> None:
-        self._asleep_s = float("-inf")
+        self._asleep = False
 
     async def wait(self) -> bool:
         if not self.slow:
             return await super().wait()
-        if self._now_s() - self._asleep_s > ASLEEP_S / 2:
-            await self._thread.call(self._listen)
-            await self._thread.transaction(lambda: self._leases.sleep(ASLEEP_S))
-            self._asleep_s = self._now_s()
-            return False  # a row may have been committed before the mark
-        await self._notified()
+        if not self._asleep:
+            self._asleep = await self._thread.call(self._lock)
+            if self._asleep:
+                return False
+        # Otherwise a transaction of a writer is open, or another shard's relay sleeps.
+        await self._notified(_IDLE_S if self._asleep else _AWAKE_S)
         return self.is_second()
 
-    def _listen(self, session: PlainSession) -> None:
+    def _lock(self, session: PlainSession) -> bool:
         if self._listening is not session.connection:
             session.execute(Query(f"LISTEN {CHANNEL}"))
             self._listening = session.connection
+        return bool(session.execute(Query(f"SELECT pg_try_advisory_lock({ASLEEP})")).rows[0][0])
 
-    async def _notified(self) -> None:
-        """Wait until the connection has received something, at most a second."""
+    async def _notified(self, timeout_s: float) -> None:
+        """Wait until the connection has received something."""
         future: asyncio.Future[None] = self._loop.create_future()
 
         def readable() -> None:
@@ -157,19 +161,23 @@ class Notifications(Pauses):
         self._loop.add_reader(descriptor, readable)
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(future, _IDLE_S)
+                await asyncio.wait_for(future, timeout_s)
         finally:
             self._loop.remove_reader(descriptor)
 
 
-def wakeups(thread: DatabaseThread, database: Any, leases: Leases) -> Wakeups:
+def wakeups(thread: DatabaseThread, database: Database) -> Wakeups:
     """Return how to wait for rows of a database."""
     if database.dialect is SQLITE:
         return FileChanges(thread)
     if database.dialect is POSTGRESQL:
-        return Notifications(thread, leases)
+        return Notifications(thread)
     return Pauses()
 
 
 def _data_version(session: PlainSession) -> int:
     return int(session.execute(Query("PRAGMA data_version")).rows[0][0])
+
+
+def _unlock(session: PlainSession) -> None:
+    session.execute(Query("SELECT pg_advisory_unlock_all()"))

@@ -104,7 +104,7 @@ class Leases:
     def release(self, shards: Sequence[int]) -> Steps[None]:
         """Give shards back, if they are still this relay's."""
         yield Query(
-            f"UPDATE {RELAY} SET owner = '', lease_until = 0, wanted_by = '', asleep_until = 0 "
+            f"UPDATE {RELAY} SET owner = '', lease_until = 0, wanted_by = '' "
             f"WHERE owner = ? AND shard IN ({_numbers(shards)})",
             (self.owner,),
         )
@@ -119,9 +119,7 @@ class Leases:
             return False
         relay, identity, _owner = found.rows[0]
         yield Query(f"DELETE FROM {RELAY} WHERE shard > 0")
-        yield Query(
-            f"UPDATE {RELAY} SET shards = {shards}, owner = '', lease_until = 0, asleep_until = 0"
-        )
+        yield Query(f"UPDATE {RELAY} SET shards = {shards}, owner = '', lease_until = 0")
         for shard in range(1, shards):
             yield Query(
                 f"INSERT INTO {RELAY} (shard, relay, identity, shards) "
@@ -129,17 +127,6 @@ class Leases:
                 (relay, identity),
             )
         return True
-
-    # --- sleep -----------------------------------------------------------------------------------
-
-    def sleep(self, seconds: float) -> Steps[None]:
-        """Have writers notify this relay, for some seconds."""
-        end = f"{self._dialect.now_ms} + {round(seconds * 1000)}"
-        yield Query(f"UPDATE {RELAY} SET asleep_until = {end} WHERE owner = ?", (self.owner,))
-
-    def wake(self) -> Steps[None]:
-        """Have writers notify this relay no more."""
-        yield Query(f"UPDATE {RELAY} SET asleep_until = 0 WHERE owner = ?", (self.owner,))
 
 
 def rows_of_shard(shard: int, shards: int) -> tuple[int, ...]:

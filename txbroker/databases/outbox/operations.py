@@ -102,7 +102,7 @@ def retry(dialect: Dialect, ids: Sequence[str], cause: str) -> Steps[int]:
 def problem_of(row: Mapping[str, Any]) -> str:
     """Return what is impossible in a row, and the next step; "" if nothing is.
 
-    The columns' constraints prevent it, unless somebody has dropped them.
+    The columns' constraints prevent it, unless they were dropped.
     """
     state, shard = row["state"], row["shard"]
     if state not in STATES:

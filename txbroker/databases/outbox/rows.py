@@ -22,8 +22,10 @@ from txbroker.databases.outbox.table import (
     GLOBAL_COMMIT,
     LOCAL_COMMIT,
     LOCAL_ROLLBACK,
+    MAYBE_UNDECIDED,
     MESSAGE_ERROR,
     OUTBOX,
+    SEQUENCE,
     SHARDS_MAX,
     UNKNOWN,
 )
@@ -378,7 +380,7 @@ def _commit(
     cause: str,
 ) -> Steps[None]:
     now_ms = dialect.now_ms
-    position = dialect.next_identity.format(sequence=f"{OUTBOX}_position", table=OUTBOX)
+    position = dialect.next_identity.format(sequence=SEQUENCE, table=OUTBOX)
     change = (
         f"state = '{LOCAL_COMMIT}', position = {position}, next_at = 0, check_attempts = 0, "
         f"cause = ?, changed_at = {now_ms}, unit = "
@@ -450,6 +452,8 @@ def siblings(dialect: Dialect, id: str) -> Steps[Prepared]:
     if not unit:
         return Prepared((id,))
     result = yield Query(
-        f"SELECT id FROM {OUTBOX} WHERE unit = ? AND {UNDECIDED} ORDER BY position", (unit,)
+        f"SELECT id FROM {OUTBOX} WHERE unit = ? AND {MAYBE_UNDECIDED} AND {UNDECIDED} "
+        "ORDER BY position",
+        (unit,),
     )
     return Prepared(tuple(row[0] for row in result.rows))

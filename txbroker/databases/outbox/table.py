@@ -24,10 +24,12 @@ from txbroker.errors import ConfigurationError
 
 VERSION = 1
 OUTBOX, RELAY = "txbroker_outbox", "txbroker_relay"
-SEQUENCE = f"{OUTBOX}_position"
+SEQUENCE = "txbroker_outbox_position"
 """The sequence of positions, where the column has none."""
 CHANNEL = OUTBOX
 """What PostgreSQL notifies."""
+ASLEEP = "1954046575, 1"
+"""PostgreSQL's advisory lock that a relay holds while it sleeps; the numbers are arbitrary."""
 SHARDS_MAX = 16
 
 UNKNOWN, LOCAL_COMMIT, LOCAL_ROLLBACK = "UNKNOWN", "LOCAL_COMMIT", "LOCAL_ROLLBACK"
@@ -40,7 +42,7 @@ COLUMNS: Mapping[str, str] = {
     "id": "{key} NOT NULL DEFAULT ({random_id}) UNIQUE",
     # Rows of one unit become visible together; '': the row stands alone.
     "unit": "{key} NOT NULL DEFAULT {unit}",
-    "state": f"{{key}} NOT NULL DEFAULT '{LOCAL_COMMIT}' CHECK (state IN {STATES})",
+    "state": f"{{key}} NOT NULL DEFAULT '{LOCAL_COMMIT}'",
     "topic": "{key} NOT NULL",
     "message_key": "{blob}",
     "message_value": "{blob}",
@@ -48,9 +50,9 @@ COLUMNS: Mapping[str, str] = {
     "partition_id": "{whole}",
     "timestamp_ms": "{whole}",
     "order_key": "{text}",
-    "shard": f"{{whole}} NOT NULL DEFAULT 0 CHECK (shard BETWEEN 0 AND {SHARDS_MAX - 1})",
+    "shard": "{whole} NOT NULL DEFAULT 0",
     # Reserved.
-    "deliver_at": "{whole} CHECK (deliver_at IS NULL)",
+    "deliver_at": "{whole}",
     "timeout_at": "{whole}",
     "retries": "{whole} NOT NULL DEFAULT 0",
     "cause": "{text} NOT NULL DEFAULT ''",
@@ -59,8 +61,14 @@ COLUMNS: Mapping[str, str] = {
     # UNKNOWN: the next check. LOCAL_COMMIT: not delivered before. 0: at once.
     "next_at": "{whole} NOT NULL DEFAULT 0",
     "created_at": "{whole} NOT NULL DEFAULT ({now_ms})",
-    "changed_at": "{whole} NOT NULL DEFAULT ({now_ms})",
+    # 0: not since it was created.
+    "changed_at": "{whole} NOT NULL DEFAULT 0",
 }
+# One constraint: PostgreSQL prepares each for every statement.
+_SOUND = (
+    f"CONSTRAINT {OUTBOX}_state_known_deliver_at_null_shard_below_16 CHECK (deliver_at IS NULL "
+    f"AND shard BETWEEN 0 AND {SHARDS_MAX - 1} AND state IN {STATES})"
+)
 RELAY_COLUMNS: Mapping[str, str] = {
     "shard": "{whole} NOT NULL PRIMARY KEY",
     "version": f"{{whole}} NOT NULL DEFAULT {VERSION}",
@@ -72,19 +80,21 @@ RELAY_COLUMNS: Mapping[str, str] = {
     "owner": "{key} NOT NULL DEFAULT ''",
     "lease_until": "{whole} NOT NULL DEFAULT 0",
     "wanted_by": "{key} NOT NULL DEFAULT ''",
-    "asleep_until": "{whole} NOT NULL DEFAULT 0",
 }
 _TABLES = {OUTBOX: COLUMNS, RELAY: RELAY_COLUMNS}
 
 _READY = f"state = '{LOCAL_COMMIT}' AND next_at = 0"
+MAYBE_UNDECIDED = f"state IN ('{UNKNOWN}', '{MESSAGE_ERROR}')"
 _INDEXES = {
     "ready": f"(position, shard) WHERE {_READY}",
-    "unit": f"(unit) WHERE state IN ('{LOCAL_COMMIT}', '{UNKNOWN}')",
+    "undecided": f"(unit) WHERE {MAYBE_UNDECIDED}",
     "later": f"(next_at) WHERE state = '{LOCAL_COMMIT}' AND next_at > 0",
     "checks": f"(next_at) WHERE state = '{UNKNOWN}'",
     "errors": f"(position) WHERE state = '{MESSAGE_ERROR}'",
 }
 """A query uses one of them only if it has the same conditions."""
+_UNIT_INDEX = {"unit": f"(unit) WHERE {_READY}"}
+"""Not on SQLite, where the rows of a transaction have adjacent positions."""
 _MARIADB_INDEXES = {"ready": "(state, next_at, position, shard)", "unit": "(unit)"}
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
@@ -122,12 +132,15 @@ def _statements(name: str, dialect: Dialect) -> Iterator[str]:
     if dialect.sequence:
         yield dialect.sequence.format(sequence=SEQUENCE)
     for table in (RELAY, OUTBOX):
-        yield table_sql(table, _declared(_TABLES[table]), dialect, **_defaults(dialect))
+        columns = _declared(_TABLES[table]) + (f", {_SOUND}" if table == OUTBOX else "")
+        yield table_sql(table, columns, dialect, **_defaults(dialect))
     indexes = _MARIADB_INDEXES if dialect is MARIADB else _INDEXES
+    if dialect is POSTGRESQL:
+        indexes = indexes | _UNIT_INDEX
     for index, columns in indexes.items():
         yield f"CREATE INDEX IF NOT EXISTS {OUTBOX}_{index} ON {OUTBOX} {columns}"
     if dialect is POSTGRESQL:
-        yield from _notification(dialect)
+        yield from _notification()
     relay, identity = name or f"outbox-{secrets.token_hex(4)}", secrets.token_hex(16)
     yield (
         f"INSERT INTO {RELAY} (shard, relay, identity) SELECT 0, '{relay}', '{identity}' "
@@ -148,18 +161,19 @@ def _defaults(dialect: Dialect) -> dict[str, str]:
     }
 
 
-def _notification(dialect: Dialect) -> Iterator[str]:
+def _notification() -> Iterator[str]:
     """Yield the SQL of a trigger that notifies while a relay sleeps, and not else: PostgreSQL lets
-    one transaction commit at a time if they notify."""
+    one transaction commit at a time if they notify.
+
+    The condition costs a microsecond; a query in the function would cost tens of them."""
     yield (
         f"CREATE FUNCTION {OUTBOX}_wake() RETURNS trigger LANGUAGE plpgsql "
-        "SET search_path FROM CURRENT AS $$BEGIN "
-        f"IF EXISTS (SELECT 1 FROM {RELAY} WHERE asleep_until > {dialect.now_ms}) "
-        f"THEN PERFORM pg_notify('{CHANNEL}', ''); END IF; RETURN NULL; END$$"
+        f"AS $$BEGIN PERFORM pg_catalog.pg_notify('{CHANNEL}', ''); RETURN NULL; END$$"
     )
     yield (
         f"CREATE TRIGGER {OUTBOX}_wake AFTER INSERT OR UPDATE OF state ON {OUTBOX} "
-        f"FOR EACH STATEMENT EXECUTE FUNCTION {OUTBOX}_wake()"
+        f"FOR EACH STATEMENT WHEN (NOT pg_try_advisory_xact_lock_shared({ASLEEP})) "
+        f"EXECUTE FUNCTION {OUTBOX}_wake()"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from txbroker.databases.dialect import MARIADB, Dialect
+from txbroker.databases.dialect import MARIADB, SQLITE, Dialect
 from txbroker.databases.outbox.table import OUTBOX
 from txbroker.databases.steps import Query, Steps
 
@@ -21,6 +21,7 @@ _PIECE = 2000
 """Positions of one statement."""
 _UNITS = 500
 """Units of one statement: SQLite takes at most 999 values."""
+_POSITION_MAX = (1 << 63) - 1
 _READY = "state = 'LOCAL_COMMIT' AND next_at = 0"
 _ROWS_OVERHEAD = 200
 """Bytes of a row beside key, value and headers."""
@@ -88,12 +89,26 @@ class WaitingRows:
         rows = [_waiting(row) for row in found.rows]
         if len(rows) < count:
             return rows
-        last, units = rows[-1].position, list({row.unit for row in rows if row.unit})
-        for begin in range(0, len(units), _UNITS):
-            some = units[begin : begin + _UNITS]
-            marks = ", ".join("?" * len(some))
-            condition = f"AND position > {last} AND unit IN ({marks}) ORDER BY position"
-            more = yield Query(self._select(condition), some)
+        last = rows[-1].position
+        if self._dialect is SQLITE:  # transactions that write follow each other
+            unit = rows[-1].unit
+            other = (
+                f"SELECT position FROM {OUTBOX} WHERE {_READY} AND position > {last} "
+                "AND unit <> ? ORDER BY position LIMIT 1"
+            )
+            condition = f"AND position > {last} AND unit = ? AND position < COALESCE(({other}), ?)"
+            queries: list[tuple[str, tuple[Any, ...]]] = []
+            if unit:
+                queries = [(condition, (unit, unit, _POSITION_MAX))]
+        else:
+            units = list({row.unit for row in rows if row.unit})
+            pieces = [units[begin : begin + _UNITS] for begin in range(0, len(units), _UNITS)]
+            queries = [
+                (f"AND position > {last} AND unit IN ({', '.join('?' * len(some))})", tuple(some))
+                for some in pieces
+            ]
+        for condition, values in queries:
+            more = yield Query(self._select(f"{condition} ORDER BY position"), values)
             rows += [_waiting(row) for row in more.rows]
         rows.sort()
         return rows
@@ -151,12 +166,17 @@ class WaitingRows:
         return (yield from self._set(f"next_at = {until_ms}", _READY, positions))
 
     def refuse(
-        self, refused: Sequence[Refused], retries_max: int, pauses_ms: Sequence[int]
+        self,
+        refused: Sequence[Refused],
+        positions: Iterable[int],
+        retries_max: int,
+        pauses_ms: Sequence[int],
     ) -> Steps[None]:
         """Note refusals: each row is sent again after a pause, together with the others of its
         unit, or given up after `retries_max`.
 
         Args:
+            positions: of the delivery, with all rows of its units.
             pauses_ms: by the number of earlier retries; the last one for all further ones.
         """
         now_ms = self._dialect.now_ms
@@ -165,6 +185,7 @@ class WaitingRows:
         )
         pause = f"CASE retries {steps}ELSE {pauses_ms[-1]} END"
         last = f"(retries + 1 >= {retries_max} OR COALESCE(timeout_at <= {now_ms}, FALSE))"
+        units, latest_ms = set[str](), 0
         for each in refused:
             for begin in range(0, len(each.ids), _UNITS):
                 some = each.ids[begin : begin + _UNITS]
@@ -178,16 +199,20 @@ class WaitingRows:
                     (each.cause, *some),
                 )
                 waiting = yield Query(
-                    f"SELECT unit, MAX(next_at) FROM {OUTBOX} {of_rows} AND unit <> '' "
-                    "GROUP BY unit",
-                    some,
+                    f"SELECT unit, next_at FROM {OUTBOX} {of_rows} AND unit <> ''", some
                 )
                 for unit, until_ms in waiting.rows:
-                    yield Query(
-                        f"UPDATE {OUTBOX} SET next_at = {int(until_ms)} "
-                        f"WHERE unit = ? AND {_READY}{self._of_shards}",
-                        (unit,),
-                    )
+                    units.add(unit)
+                    latest_ms = max(latest_ms, int(until_ms))
+        mates: list[int] = []
+        for piece in _pieces(positions if units else ()):
+            found = yield Query(
+                f"SELECT kept.position, kept.unit FROM {self._dialect.numbers} CROSS JOIN {OUTBOX} "
+                "AS kept WHERE kept.position = numbers.n",
+                (json.dumps(piece),),
+            )
+            mates += [int(position) for position, unit in found.rows if unit in units]
+        yield from self.hold(mates, latest_ms)
 
     def release(self) -> Steps[int]:
         """Let held rows be sent whose time has come; return their number."""
