@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from msgspec import structs
@@ -16,8 +16,11 @@ from msgspec import structs
 from txbroker.cli.client import ApiClient, client_options, tls_of
 from txbroker.cli.contexts import CredentialFiles, target_of
 from txbroker.cli.doctor.bundle import known_secrets, pack
+from txbroker.cli.doctor.findings import DoctorCheck
 from txbroker.cli.doctor.report import (
     CHECKS,
+    RELAY_CHECKS,
+    RELAYS_ALONE,
     DoctorReport,
     as_json,
     as_prometheus,
@@ -32,6 +35,8 @@ from txbroker.cli.run import FAILED, usage_errors
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from
 from txbroker.config.addresses import check_url, read_secret
 from txbroker.config.settings import Settings
+from txbroker.databases.database import Database
+from txbroker.databases.urls import from_url
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.tools.examination import KafkaExamination
 from txbroker.net.tls import ClientTls
@@ -54,6 +59,13 @@ _PAUSE_S = 1.0
     param="proxies",
     multiple=True,
     metavar="URL",
+)
+@click.option(
+    "--database",
+    envvar="TXBROKER_DATABASE_URL",
+    metavar="URL",
+    help="Check the outbox in this database and its relays; without --url or --proxy only them and "
+    "Kafka. [env: TXBROKER_DATABASE_URL]",
 )
 @env_option(
     "--wait",
@@ -84,12 +96,13 @@ def command(
     client: ApiClient,
     config: Path | None,
     proxies: tuple[str, ...],
+    database: str | None,
     wait_s: float | None,
     bundle: Path | None,
     output: str,
     **options: Any,
 ) -> None:
-    """Diagnose Kafka, topics, proxies, groups and transactions.
+    """Diagnose Kafka, topics, proxies, groups, transactions and relays.
 
     Every check shows its finding and, for a problem, a remedy and a page with more information.
     Changes nothing. Reads Kafka with a proxy's settings, and the proxies by --url. Without --kafka
@@ -101,15 +114,15 @@ def command(
     with usage_errors():
         for url in proxies:
             check_url("--proxy", url)
+        outbox = None if database is None else from_url(database)
     credentials = _credentials(settings)
     token = _token(credentials)
     anonymous = credentials._replace(token_file=None, client_cert_file=None, client_key_file=None)
     tls = tls_of(credentials), tls_of(anonymous)
     if bundle is not None and bundle.exists():
         raise click.UsageError(f"--bundle {bundle} exists already: name another file")
-    report, packed = asyncio.run(
-        _run(settings, [client.url, *proxies], token, tls, wait_s or 0.0, bundle)
-    )
+    scope = _Scope(_checks(outbox, proxies), outbox, wait_s or 0.0)
+    report, packed = asyncio.run(_run(settings, [client.url, *proxies], token, tls, scope, bundle))
     _show(report, output)
     if packed:
         click.echo(f"Packed into {bundle}: {', '.join(packed)}.", err=True)
@@ -117,23 +130,38 @@ def command(
         click.get_current_context().exit(FAILED)
 
 
+class _Scope(NamedTuple):
+    """What is checked, and for how long it is repeated."""
+
+    checks: Sequence[DoctorCheck]
+    database: Database | None
+    wait_s: float
+
+
+def _checks(database: Database | None, proxies: Sequence[str]) -> Sequence[DoctorCheck]:
+    if database is None:
+        return CHECKS
+    named = proxies or target_of(click.get_current_context()).source != "default"
+    return (*CHECKS, *RELAY_CHECKS) if named else RELAYS_ALONE
+
+
 async def _run(
     settings: Settings,
     urls: Sequence[str],
     token: str,
     tls: tuple[ClientTls, ClientTls],
-    wait_s: float,
+    scope: _Scope,
     bundle: Path | None,
 ) -> tuple[DoctorReport, list[str]]:
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + scope.wait_s
     headers = {"authorization": f"Bearer {token}"} if token else {}
     while True:
         proxies = HttpProxies(urls, headers, *tls)
         settings = await _with_kafka(settings, proxies)
         async with KafkaExamination(_kafka(settings)) as kafka:
-            subject = Subject(settings, kafka, proxies)
+            subject = Subject(settings, kafka, proxies, database=scope.database)
             try:
-                report = await examine(subject, CHECKS)
+                report = await examine(subject, scope.checks)
                 left_s = deadline - time.monotonic()
                 if report.healthy or left_s <= 0:
                     packed: list[str] = []

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from txbroker import __version__
-from txbroker.cli.doctor import checks_access, checks_kafka, checks_proxies
+from txbroker.cli.doctor import checks_access, checks_kafka, checks_proxies, checks_relays
 from txbroker.cli.doctor.findings import CheckLevel, CheckResult, DoctorCheck, Finding
 from txbroker.cli.doctor.subject import NotAllowed, Subject, Unavailable
 from txbroker.cli.output import clock, printable
@@ -31,7 +31,18 @@ CHECKS = (
     *checks_access.settings_book.checks,
     *checks_access.proxies_book.checks,
 )
-
+"""The checks of an installation of proxies."""
+RELAY_CHECKS = (*checks_relays.book.checks, *checks_relays.kafka_book.checks)
+"""The checks of an outbox, where a database is named."""
+RELAYS_ALONE = (
+    *(
+        check
+        for check in CHECKS
+        if check.name in ("kafka-reachable", "kafka-brokers", "kafka-version")
+    ),
+    *RELAY_CHECKS,
+)
+"""The checks where a database is named, and no proxy."""
 
 TIMEOUT_S = 15.0
 """Timeout of a check, and about that of all, because they run in parallel."""

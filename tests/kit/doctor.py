@@ -19,6 +19,7 @@ from txbroker.cli.doctor.subject import (
 )
 from txbroker.config.settings import Settings
 from txbroker.contract.service import GroupOverview, Overview, PartitionOverview, ProxyOverview
+from txbroker.databases.database import Database
 from txbroker.door.consuming import TopicSpec
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.repair import Found
@@ -108,6 +109,10 @@ class FakeKafka:
     async def found(self) -> dict[str, TopicSpec]:
         self._fail()
         return self.topics
+
+    async def specs(self, names: tuple[str, ...]) -> dict[str, TopicSpec]:
+        self._fail()
+        return {name: self.topics[name] for name in names if name in self.topics}
 
     async def contradictions(self, found: Mapping[str, TopicSpec]) -> list[str]:
         self._fail()
@@ -257,11 +262,19 @@ class World:
         self.limits = Thresholds()
         self.settings = settings()
 
-    def subject(self) -> Subject:
+    def subject(self, database: Database | None = None) -> Subject:
         async def at_once(_seconds: float) -> None:
             pass
 
-        return Subject(self.settings, self.kafka, self.proxies, self.limits, lambda: NOW_S, at_once)
+        return Subject(
+            self.settings,
+            self.kafka,
+            self.proxies,
+            self.limits,
+            lambda: NOW_S,
+            at_once,
+            database,
+        )
 
     async def examine(self, **options: Any) -> DoctorReport:
         subject = self.subject()
