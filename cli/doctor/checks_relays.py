@@ -8,7 +8,6 @@ from txbroker.databases.outbox.rows import MESSAGE_BYTES_MAX
 from txbroker.databases.outbox.table import LOCAL_COMMIT, MESSAGE_ERROR, UNKNOWN
 
 _PACKET_BYTES_MIN = 2 * MESSAGE_BYTES_MAX
-_PAGE = "docs/how-to/doctor.md#relays"
 
 book = CheckRegistry(Section.RELAYS, needs=("relays-tables",))
 kafka_book = CheckRegistry(Section.RELAYS, needs=("kafka-reachable",))
@@ -56,9 +55,9 @@ async def relays_waiting(subject: Subject) -> Finding:
     lines = [f"topic {topic}: {cause}" for topic, cause in outbox.causes]
     if age_s > subject.limits.relay_s:
         return judged(CheckLevel.FAILS, found, lines)
-    return (
-        judged(CheckLevel.WARNING, f"{found}; Kafka refuses some", lines) if lines else fine(found)
-    )
+    if lines:
+        return judged(CheckLevel.WARNING, f"{found}; Kafka refuses some", lines)
+    return fine(found)
 
 
 @book.check(
@@ -99,7 +98,7 @@ async def relays_states(subject: Subject) -> Finding:
 
 @book.check(
     "the server takes the largest message",
-    hint=f"Set max_allowed_packet of MariaDB to {_PACKET_BYTES_MIN >> 20} MiB, its default, or more.",
+    hint=f"Set MariaDB's max_allowed_packet to its default, {_PACKET_BYTES_MIN >> 20} MiB, or more.",
 )
 async def relays_packet(subject: Subject) -> Finding:
     packet = (await subject.outbox()).packet_bytes

@@ -34,14 +34,8 @@ CHECKS = (
 """The checks of an installation of proxies."""
 RELAY_CHECKS = (*checks_relays.book.checks, *checks_relays.kafka_book.checks)
 """The checks of an outbox, where a database is named."""
-RELAYS_ALONE = (
-    *(
-        check
-        for check in CHECKS
-        if check.name in ("kafka-reachable", "kafka-brokers", "kafka-version")
-    ),
-    *RELAY_CHECKS,
-)
+_KAFKA = ("kafka-reachable", "kafka-brokers", "kafka-version")
+RELAYS_ALONE = (*(check for check in CHECKS if check.name in _KAFKA), *RELAY_CHECKS)
 """The checks where a database is named, and no proxy."""
 
 TIMEOUT_S = 15.0
