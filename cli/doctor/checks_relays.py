@@ -98,7 +98,7 @@ async def relays_states(subject: Subject) -> Finding:
 
 @book.check(
     "the server takes the largest message",
-    hint=f"Set MariaDB's max_allowed_packet to its default, {_PACKET_BYTES_MIN >> 20} MiB, or more.",
+    hint=f"Set max_allowed_packet to {_PACKET_BYTES_MIN >> 20} MiB, MariaDB's default, or more.",
 )
 async def relays_packet(subject: Subject) -> Finding:
     packet = (await subject.outbox()).packet_bytes
