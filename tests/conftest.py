@@ -43,7 +43,8 @@ def postgres_server() -> Iterator[PostgresServer]:
     """One PostgreSQL for the whole session; a test that ends or pauses it starts it again."""
     from tests.kit.database_servers import PostgresServer
 
-    with PostgresServer() as server:
+    # A killed process loses nothing that the system has.
+    with PostgresServer(wal_level="logical", fsync="off") as server:
         yield server
 
 

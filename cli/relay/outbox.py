@@ -42,8 +42,7 @@ from txbroker.cli.relay.outbox_rows import (
 from txbroker.cli.run import CommandFailed, PartlyDone, usage_errors
 from txbroker.core.records import Decision
 from txbroker.databases.barrier import TooLate
-from txbroker.databases.outbox import operations
-from txbroker.databases.outbox.operations import WHOLE, Choice
+from txbroker.databases.outbox.operations import WHOLE, Choice, retry
 from txbroker.databases.outbox.rows import decide, siblings
 from txbroker.databases.outbox.table import MESSAGE_ERROR, STATES, outbox_tables
 from txbroker.databases.outbox.waiting import WaitingRows
@@ -227,7 +226,7 @@ def retry_command(url: str, ids: tuple[str, ...], all_: bool, reason: str, yes: 
     if chosen:
         confirm(f"Deliver {'all such rows' if all_ else counted(len(chosen))} again?", yes)
     cause = f"retried by {who()}: {reason}"
-    count = in_transaction(database, operations.retry(database.dialect, ids, cause))
+    count = in_transaction(database, retry(database.dialect, ids, cause))
     if count < len(ids):
         raise PartlyDone(f"{count} of {counted(len(ids))}: the others were changed meanwhile")
     click.echo(f"{counted(count)} to be delivered again.", err=True)

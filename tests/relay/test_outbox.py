@@ -15,7 +15,7 @@ import pytest
 from tests.databases.callers import ASYNC_CALLERS, CALLERS
 from tests.databases.places import Place, connect, place_of, run
 from tests.kit.until import until
-from tests.relay.shops import emptied, message, order, orders, rows, states
+from tests.relay.shops import Row, emptied, message, order, orders, rows, states
 from txbroker.core.records import Decision, Message
 from txbroker.databases import TooLate
 from txbroker.errors import BadRequest, ConfigurationError
@@ -23,28 +23,34 @@ from txbroker.relay.outbox import Outbox
 
 COMMIT, ROLLBACK = Decision.COMMIT, Decision.ROLLBACK
 WAITING = "LOCAL_COMMIT"
+WHOLE = Message(
+    "payments", "42", b"\xff\x00", {"trace": "1", "raw": b"\xfe", "none": None}, 3, 1234
+)
 
 
 # --- scheme 2 --------------------------------------------------------------------------------
 
 
 def test_rows_are_stored_with_the_business_change(kind: Place, outbox: Outbox) -> None:
-    whole = Message(
-        "payments", "42", b"\xff\x00", {"trace": "1", "raw": b"\xfe", "none": None}, 3, 1234
-    )
     with kind.transaction() as connection:
         order(connection, "42")
-        ids = outbox.add(connection, whole, order_key="clé", timeout_s=60)
+        ids = outbox.add(connection, WHOLE, order_key="clé", timeout_s=60)
     with closing(kind.connect()) as connection:
         outbox.add(connection, message("never"))
         connection.rollback()
     (row,) = rows(kind)
     assert orders(kind) == ["42"]
     assert (ids, row.unit != "") == ((row.id,), True)
-    assert (row.state, row.topic, row.key, row.value) == (WAITING, "payments", b"42", b"\xff\x00")
+    assert (row.state, row.order_key) == (WAITING, "clé")
+    check_whole(row)
+
+
+def check_whole(row: Row) -> None:
+    """Check the row of `WHOLE`."""
+    assert (row.topic, row.key, row.value) == ("payments", b"42", b"\xff\x00")
     headers = [["trace", "1"], ["raw", {"base64": "/g=="}], ["none", None]]
     assert json.loads(row.headers) == headers
-    assert (row.partition, row.timestamp_ms, row.order_key) == (3, 1234, "clé")
+    assert (row.partition, row.timestamp_ms) == (3, 1234)
     assert row.timeout_at is not None
     assert 0 <= row.timeout_at - row.created_at - 60_000 < 5000
 
@@ -329,12 +335,13 @@ def test_each_kind_of_connection_is_taken(caller_place: Place, name: str) -> Non
         prepared = outbox.prepare(message("a"))
         with caller.inside(caller_place) as connection:
             outbox.decide(connection, prepared, COMMIT)
-            outbox.add(connection, message("b"))
+            outbox.add(connection, message("b"), WHOLE, timeout_s=60)
             with outbox.transaction(connection, message("c")):
                 outbox.add(connection, message("d"))
             with pytest.raises(ZeroDivisionError), outbox.transaction(connection, message("e")):
                 raise ZeroDivisionError
-        assert states(caller_place) == [(WAITING, key) for key in (b"a", b"b", b"c", b"d")]
+        assert states(caller_place) == [(WAITING, key) for key in (b"a", b"b", b"42", b"c", b"d")]
+        check_whole(rows(caller_place)[2])
         assert len({row.unit for row in rows(caller_place)}) == 1
         with (
             caller.outside(caller_place) as connection,
@@ -360,13 +367,14 @@ async def test_each_kind_of_awaited_connection_is_taken(caller_place: Place, nam
         prepared = await outbox.prepare_async(message("a"))
         async with caller.inside(caller_place) as connection:
             await outbox.decide_async(connection, prepared, COMMIT)
-            await outbox.add_async(connection, message("b"))
+            await outbox.add_async(connection, message("b"), WHOLE, timeout_s=60)
             async with outbox.transaction_async(connection, message("c")):
                 await outbox.add_async(connection, message("d"))
             with pytest.raises(ZeroDivisionError):
                 async with outbox.transaction_async(connection, message("e")):
                     raise ZeroDivisionError
-        assert states(caller_place) == [(WAITING, key) for key in (b"a", b"b", b"c", b"d")]
+        assert states(caller_place) == [(WAITING, key) for key in (b"a", b"b", b"42", b"c", b"d")]
+        check_whole(rows(caller_place)[2])
         assert len({row.unit for row in rows(caller_place)}) == 1
         async with caller.outside(caller_place) as connection:
             with pytest.raises(ConfigurationError, match="commits every statement automatically"):

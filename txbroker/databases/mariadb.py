@@ -21,6 +21,9 @@ class MariaDB(Database):
         create_tables: create txbroker's tables at the first use.
         options: further arguments of `pymysql.connect`, such as `unix_socket` or `ssl`.
 
+    Attributes:
+        options: all arguments of `pymysql.connect`, with the password.
+
     Raises:
         ConfigurationError: PyMySQL is not installed, or the URL is malformed.
     """
@@ -29,6 +32,7 @@ class MariaDB(Database):
         with needs("mariadb"):
             import pymysql
         given = {**_parsed(url), **options, "autocommit": True, "charset": "utf8mb4"}
+        self.options = given
 
         # What a handler receives: the consumer ends the transaction.
         handler_connection = type(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import psycopg
 
 _STYLE = "pyformat"
+_CONNECT_S = 10
 _OF_PSYCOPG = ("prepare_threshold", "context", "row_factory", "cursor_factory")
 """Arguments of `psycopg.connect` that libpq does not know."""
 
@@ -95,6 +96,18 @@ class Postgres(Database):
             await session.close()
             raise
         return session
+
+    async def open_replication(self) -> psycopg.AsyncConnection[Any]:
+        """Open a connection for logical replication.
+
+        Raises: the driver's error.
+        """
+        given = {name: value for name, value in self._options.items() if name not in _OF_PSYCOPG}
+        options = {"connect_timeout": _CONNECT_S, **given, "replication": "database"}
+        connection: psycopg.AsyncConnection[Any] = await _psycopg().AsyncConnection.connect(
+            self._conninfo, autocommit=True, **options
+        )
+        return connection
 
 
 class PsycopgAsyncSession:

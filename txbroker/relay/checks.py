@@ -66,11 +66,13 @@ class OutboxChecks(CheckOwner):
         self._rows = rows
         self._thread = thread
         self._runner = CheckRunner(finder, NoMetrics())
+        self._offered: set[str] = set()
 
     async def offer(self) -> None:
         """Offer what is due."""
         for id in await self._thread.read(lambda: self._rows.due(_DUE_MAX)):
-            self._runner.due(self, id, self._group, "", CheckReason.DUE)
+            if self._runner.due(self, id, self._group, "", CheckReason.DUE):
+                self._offered.add(id)
 
     async def close(self) -> None:
         """End the checks in flight."""
@@ -91,6 +93,7 @@ class OutboxChecks(CheckOwner):
     async def _attempt(self, id: str) -> CheckCall | None:
         attempt = await self._thread.transaction(lambda: self._rows.attempt(id))
         if attempt is None:
+            self._offered.discard(id)
             return None
         return CheckCall(
             id,
@@ -105,12 +108,13 @@ class OutboxChecks(CheckOwner):
         )
 
     def still_pending(self, id: str) -> bool:
-        """See `CheckOwner.still_pending`: the table decides, at each attempt and answer."""
-        return True
+        """See `CheckOwner.still_pending`: the table decides, when the answer is stored."""
+        return id in self._offered
 
     async def answered(self, run: Sequence[AttemptResult]) -> None:
         """Store answers; see `CheckOwner.answered`."""
         for each in run:
+            self._offered.discard(each.call.id)
             try:
                 await self._store(each)
             except TxbrokerError as error:  # it is asked again after the interval

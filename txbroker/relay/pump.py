@@ -16,20 +16,16 @@ import structlog
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.door.delivering import WriterFenced
 from txbroker.error_text import safe_repr
-from txbroker.errors import KafkaUnavailable, TxbrokerError
+from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.net.timers import grown_pause_s
 from txbroker.relay.sink import MessagesRefused, RelaySink
-from txbroker.relay.source import Source
+from txbroker.relay.source import DeliveryRefused, Source
 
 T = TypeVar("T")
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _PAUSE_S, _PAUSE_MAX_S = 0.1, 10.0
-
-
-class DeliveryRefused(TxbrokerError):
-    """Kafka refuses a message that cannot be left out: the relay waits and tries again."""
 
 
 class PumpEvents:

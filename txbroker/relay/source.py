@@ -6,6 +6,11 @@ from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Protocol
 
 from txbroker.core.records import Message
+from txbroker.errors import TxbrokerError
+
+
+class DeliveryRefused(TxbrokerError):
+    """Kafka refuses a message that cannot be left out: the relay waits and tries again."""
 
 
 class Refusal(NamedTuple):

@@ -17,7 +17,7 @@ import msgspec
 from txbroker.contract.json import TARGET_PARTITION_MAX, TIMESTAMP_MS_MAX, headers_to_json
 from txbroker.core.records import Decision, Message
 from txbroker.databases.barrier import TooLate
-from txbroker.databases.dialect import Dialect
+from txbroker.databases.dialect import POSTGRESQL, Dialect
 from txbroker.databases.outbox.table import (
     GLOBAL_COMMIT,
     LOCAL_COMMIT,
@@ -197,7 +197,12 @@ def insert(
     columns = tuple([NewRow._fields[field] for field in fields])
     columns += ("unit",) * bool(unit) + ("timeout_at",) * (timeout_ms is not None)
     values = itemgetter(*fields)
-    for piece in _pieces(rows):
+    if dialect is POSTGRESQL and len(rows) > 1:
+        for piece in _pieces(rows, _PIECE):
+            given = _encode_json([values(row) for row in piece]).decode()
+            yield Query(_json_sql(columns, state), [*further, given])
+        return
+    for piece in _pieces(rows, _ROWS):
         sql = _insert_sql(dialect, columns, state, len(piece))
         yield Query(sql, [*chain.from_iterable((*values(row), *further) for row in piece)])
 
@@ -222,7 +227,25 @@ def _insert_sql(dialect: Dialect, columns: Sequence[str], state: str, count: int
     return f"INSERT INTO {OUTBOX} ({names}) VALUES {', '.join([f'({row})'] * count)}"
 
 
-def _pieces(rows: Sequence[NewRow]) -> Iterator[Sequence[NewRow]]:
+@lru_cache(maxsize=256)
+def _json_sql(columns: Sequence[str], state: str) -> str:
+    """Return SQL that inserts rows of JSON: drivers take a tenth of the time of many values."""
+    kinds = {"message_key": "decode({}, 'base64')", "message_value": "decode({}, 'base64')"}
+    kinds |= dict.fromkeys(("shard", "partition_id", "timestamp_ms"), "CAST({} AS bigint)")
+    row = ", ".join(
+        f"{POSTGRESQL.now_ms} + ?"
+        if column == "timeout_at"
+        else kinds.get(column, "{}").format(f"item->>{number}")
+        for number, column in enumerate(columns)
+    )
+    return (
+        f"INSERT INTO {OUTBOX} ({', '.join(columns)}, state) SELECT {row}, '{state}' "
+        "FROM json_array_elements(CAST(? AS json)) WITH ORDINALITY AS given(item, number) "
+        "ORDER BY number"
+    )
+
+
+def _pieces(rows: Sequence[NewRow], most: int) -> Iterator[Sequence[NewRow]]:
     """Divide rows by number and size."""
     if len(rows) == 1:
         yield rows
@@ -230,7 +253,7 @@ def _pieces(rows: Sequence[NewRow]) -> Iterator[Sequence[NewRow]]:
     begin = size = 0
     for end, row in enumerate(rows):
         more = len(row.message_key or b"") + len(row.message_value or b"") + len(row.headers)
-        if end > begin and (end - begin == _ROWS or size + more > _PIECE_BYTES):
+        if end > begin and (end - begin == most or size + more > _PIECE_BYTES):
             yield rows[begin:end]
             begin, size = end, 0
         size += more
@@ -341,8 +364,8 @@ def _lock(dialect: Dialect, prepared: Prepared) -> Steps[list[_Standing]]:
     found: dict[str, _Standing] = {}
     for ids in _divide(prepared.ids):
         result = yield Query(
-            f"SELECT {', '.join(_Standing._fields)} FROM {OUTBOX} WHERE id IN ({_marks(ids)})"
-            f"{dialect.lock}",
+            f"SELECT {', '.join(_Standing._fields)} FROM {OUTBOX} WHERE id IN ({_marks(ids)}) "
+            f"ORDER BY id{dialect.lock}",
             ids,
         )
         found |= {row[0]: _Standing(*row) for row in result.rows}

@@ -1,0 +1,1 @@
+"""Measurements of relays and their sources."""

@@ -1,0 +1,421 @@
+"""MariaDB's binary log as a stream of transactions, read by mysql-replication. All calls block.
+
+The position is the last GTID of every domain: given a file and an offset, mysql-replication begins
+at the start of a MariaDB's binary log. It also connects again after an error, to the position at
+which it began, and so repeats: here a stream ends with the first lost connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import socket
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeAlias
+
+import pymysql
+from msgspec import Struct
+from pymysqlreplication import BinLogStreamReader
+from pymysqlreplication.event import (
+    HeartbeatLogEvent,
+    MariadbGtidEvent,
+    NotImplementedEvent,
+    QueryEvent,
+    RotateEvent,
+    XidEvent,
+)
+from pymysqlreplication.row_event import DeleteRowsEvent, RowsEvent, UpdateRowsEvent, WriteRowsEvent
+from pymysqlreplication.table import Table
+
+from txbroker.databases.database import DatabaseUnavailable
+from txbroker.databases.mariadb import MariaDB
+from txbroker.errors import ConfigurationError
+from txbroker.relay.capture.binlog_values import RowReader
+from txbroker.relay.capture.changes import Change, Operation, TransactionInfo
+
+TableName: TypeAlias = tuple[str, str]
+"""Database and table."""
+
+HEARTBEAT_S = 1.0
+"""How often a server without events shows that it is alive."""
+_SILENT_S = 30
+_STANDALONE, _PREPARED_XA = 1, 64
+"""Flags of a GTID event."""
+_COMPRESSED = range(165, 172)
+"""Types of events that mysql-replication does not know, and would drop."""
+_PURGED, _DENIED, _SAME_ID = 1236, 1227, 4052
+_COMMENT = re.compile(r"/\*.*?\*/|(?:#|-- )[^\n]*", re.DOTALL)
+_TRUNCATE = re.compile(
+    r"\s*TRUNCATE\s+(?:TABLE\s+)?(?:(`[^`]+`|[^`.\s]+)\s*\.\s*)?(`[^`]+`|[^`.\s;]+)", re.IGNORECASE
+)
+_STATEMENT = re.compile(r"\s*(INSERT|UPDATE|DELETE|REPLACE|LOAD|CALL|SELECT|WITH|DO)\b", re.I)
+_EVENTS = (
+    MariadbGtidEvent,
+    WriteRowsEvent,
+    UpdateRowsEvent,
+    DeleteRowsEvent,
+    QueryEvent,
+    XidEvent,
+    RotateEvent,
+    HeartbeatLogEvent,
+    NotImplementedEvent,
+)
+_OPERATIONS: Mapping[type, Operation] = {
+    WriteRowsEvent: "insert",
+    UpdateRowsEvent: "update",
+    DeleteRowsEvent: "delete",
+}
+# It warns of each connection that it loses.
+logging.getLogger("pymysqlreplication").setLevel(logging.ERROR)
+
+
+class ChangesLost(ConfigurationError):
+    """What follows the position cannot be read: changes are lost."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(
+            f"{name}: {problem}; to go on with the changes from now on, start with on_gap=skip, "
+            "and fill in what changed before"
+        )
+
+
+class Place(NamedTuple):
+    """A place in the files of the log."""
+
+    file: str
+    offset: int
+
+    def bytes_to(self, end: Place, file_bytes: int) -> int:
+        """Return the bytes up to another place, about.
+
+        Args:
+            file_bytes: of a whole file, at most.
+        """
+        files = int(end.file.rpartition(".")[2]) - int(self.file.rpartition(".")[2])
+        return max(0, files * file_bytes + end.offset - self.offset)
+
+
+class Committed(Struct, frozen=True, gc=False):
+    """The end of a transaction, and the position after it."""
+
+    position: bytes
+    place: Place
+
+
+class Alive(Struct, frozen=True, gc=False):
+    """The server is alive, and has nothing new."""
+
+
+Event: TypeAlias = "TransactionInfo | Change | Committed | Alive"
+
+
+def gtids(text: str) -> dict[int, str]:
+    """Return the GTID of each domain in a list such as `0-1-100,5-1-7`.
+
+    Raises:
+        ValueError
+    """
+    return {int(each.split("-")[0]): each for each in text.replace("\n", "").split(",") if each}
+
+
+class Binlog:
+    """A connection that reads the binary log.
+
+    Args:
+        tables: whose rows are wanted, with their columns of types that the log does not show.
+        position: GTIDs, one for each domain.
+    """
+
+    def __init__(
+        self, database: MariaDB, tables: Mapping[TableName, Mapping[str, str]], position: str
+    ) -> None:
+        self._name = database.name
+        self._options = database.options
+        self._tables = tables
+        self._position = gtids(position)
+        self._connections: list[Any] = []
+        self._readers: dict[int, tuple[Table, RowReader | None]] = {}
+        self._ours = False
+        """Whether the transaction has changed a wanted table."""
+        self._stream = BinLogStreamReader(
+            connection_settings={"read_timeout": _SILENT_S},
+            # Another reader with the same number would end this one.
+            server_id=secrets.randbelow(2**31) + 2**31,
+            blocking=True,
+            only_events=_EVENTS,
+            filter_non_implemented_events=False,
+            auto_position=position,
+            is_mariadb=True,
+            only_schemas={schema for schema, _ in tables},
+            only_tables={table for _, table in tables},
+            # A table's number changes with its columns, until the server restarts: see `_rotated`.
+            freeze_schema=True,
+            slave_heartbeat=HEARTBEAT_S,
+            pymysql_wrapper=self._connect,
+            enable_logging=False,
+        )
+
+    def close(self) -> None:
+        """Close the connections, also while another thread reads."""
+        for connection in self._connections:
+            with suppress(Exception):
+                connection._sock.shutdown(socket.SHUT_RDWR)
+            with suppress(Exception):
+                connection.close()
+
+    def read(self) -> Iterator[Event]:
+        """Yield what happens: of each transaction `TransactionInfo`, its changes, `Committed`.
+
+        Raises:
+            ConfigurationError: the log does not have what follows the position, or holds changes
+                that cannot be captured.
+            DatabaseUnavailable: the connection is lost.
+        """
+        info: TransactionInfo | None = None
+        flags = 0
+        while True:
+            event = self._next()
+            kind = type(event)
+            if kind is MariadbGtidEvent:
+                if info is not None:  # the end of a prepared XA transaction
+                    yield self._ended(info)
+                flags = event.flags
+                info = TransactionInfo(
+                    id=event.gtid,
+                    time_ms=event.timestamp * 1000,
+                    source={"kind": "mariadb"},
+                )
+                self._ours = False
+                yield info
+            elif kind is HeartbeatLogEvent:
+                yield Alive()
+            elif kind is RotateEvent:
+                self._rotated()
+            elif kind is NotImplementedEvent:
+                self._check_known(event)
+            elif info is None:
+                continue  # before the first transaction
+            elif kind is XidEvent:
+                yield self._ended(info)
+                info = None
+            elif kind is QueryEvent:
+                yield from self._statement(event, info)
+                if flags & _STANDALONE or event.query in ("COMMIT", "ROLLBACK"):
+                    yield self._ended(info)
+                    info = None
+            else:
+                if flags & _PREPARED_XA:
+                    self._refuse_xa(event, info)
+                yield from self._changes(event)
+
+    # --- the connection ----------------------------------------------------------------------
+
+    def _connect(self, **options: Any) -> Any:
+        """Open the stream's connection, then that for its questions; the third is a repetition."""
+        if len(self._connections) == 2:
+            raise DatabaseUnavailable(f"{self._name}: the connection to the binary log was lost")
+        connection = pymysql.connect(**{**self._options, **options})
+        self._connections.append(connection)
+        return connection
+
+    def _next(self) -> Any:
+        try:
+            event = self._stream.fetchone()
+        except (ConfigurationError, DatabaseUnavailable):
+            raise
+        except pymysql.MySQLError as error:
+            raise self._explained(error) from error
+        except (OSError, struct.error) as error:
+            raise DatabaseUnavailable(f"{self._name}: {error}") from error
+        except Exception as error:
+            raise self._unreadable(error) from error
+        if event is None:
+            raise DatabaseUnavailable(f"{self._name}: the server has ended the binary log")
+        return event
+
+    def _unreadable(self, error: Exception) -> ChangesLost:
+        after = ",".join(self._position.values()) or "the start"
+        return ChangesLost(
+            self._name,
+            f"an event of the binary log after {after} cannot be read: {type(error).__name__}: "
+            f"{error}: report it",
+        )
+
+    def _explained(self, error: pymysql.MySQLError) -> Exception:
+        number, text = (*error.args, "", "")[:2]
+        if number == _DENIED:
+            return ConfigurationError(
+                f"{self._name}: {text}: GRANT REPLICATION SLAVE ON *.* TO this user"
+            )
+        if number != _PURGED:
+            return DatabaseUnavailable(f"{self._name}: {text or error}")
+        if "purged" in text:
+            return ChangesLost(
+                self._name,
+                "the binary log no longer has what follows the position "
+                f"{','.join(self._position.values())}: keep it longer with "
+                "binlog_expire_logs_seconds",
+            )
+        if "not in the master's binlog" in text:
+            return unknown_position(self._name, ",".join(self._position.values()))
+        return ConfigurationError(f"{self._name}: the server ends the binary log: {text}")
+
+    def _rotated(self) -> None:
+        """Forget all tables: a server that was restarted gives their numbers again."""
+        self._stream.table_map = {}
+        self._readers.clear()
+
+    # --- events ------------------------------------------------------------------------------
+
+    def _ended(self, info: TransactionInfo) -> Committed:
+        self._position[int(info.id.split("-")[0])] = info.id
+        place = Place(self._stream.log_file, self._stream.log_pos)
+        return Committed(",".join(self._position.values()).encode(), place)
+
+    def _check_known(self, event: NotImplementedEvent) -> None:
+        if event.event_type in _COMPRESSED:
+            raise ChangesLost(
+                self._name,
+                "the binary log has compressed events, which a capture cannot read: SET GLOBAL "
+                "log_bin_compress = OFF",
+            )
+
+    def _refuse_xa(self, event: RowsEvent, info: TransactionInfo) -> None:
+        if (event.schema, event.table) in self._tables:
+            raise ChangesLost(
+                self._name,
+                f"XA transaction {info.id} changes {event.schema}.{event.table}; whether it is "
+                "committed is unknown when the binary log shows its rows, so a capture cannot read "
+                "it: use no XA transactions on captured tables",
+            )
+
+    def _statement(self, event: QueryEvent, info: TransactionInfo) -> Iterator[Change]:
+        text = _COMMENT.sub(" ", event.query)
+        schema = event.schema.decode(errors="replace")
+        truncated = _TRUNCATE.match(text)
+        if truncated is not None:
+            named = truncated[1].strip("`") if truncated[1] else schema
+            if (named, truncated[2].strip("`")) in self._tables:
+                yield Change(named, truncated[2].strip("`"), "truncate")
+        elif text.startswith("ROLLBACK") and self._ours:
+            raise ChangesLost(
+                self._name,
+                f"transaction {info.id} was rolled back in part, and the binary log has its rows, "
+                "because it also changed tables of engines without transactions: change them with "
+                "ALTER TABLE … ENGINE=InnoDB",
+            )
+        elif _STATEMENT.match(text) and self._concerns(schema, text):
+            raise ChangesLost(
+                self._name,
+                f"transaction {info.id} is in the binary log as the statement "
+                f"{text.strip()[:60]!r}, not as rows: let no session change binlog_format",
+            )
+
+    def _concerns(self, schema: str, text: str) -> bool:
+        lower = text.lower()
+        return any(
+            schema == database or database.lower() in lower
+            for database, table in self._tables
+            if table.lower() in lower
+        )
+
+    def _changes(self, event: RowsEvent) -> Iterator[Change]:
+        reader = self._reader(event)
+        if reader is None:
+            return
+        self._ours = True
+        _check_whole(self._name, event)
+        schema, table, operation = event.schema, event.table, _OPERATIONS[type(event)]
+        try:
+            rows = event.rows
+        except Exception as error:
+            raise self._unreadable(error) from error
+        read = reader.read
+        for row in rows:
+            if operation == "update":
+                yield Change(
+                    schema,
+                    table,
+                    operation,
+                    before=read(row["before_values"], row["before_none_sources"]),
+                    after=read(row["after_values"], row["after_none_sources"]),
+                )
+            else:
+                values = read(row["values"], row["none_sources"])
+                if operation == "insert":
+                    yield Change(schema, table, operation, after=values)
+                else:
+                    yield Change(schema, table, operation, before=values)
+
+    def _reader(self, event: RowsEvent) -> RowReader | None:
+        """Return the reader of a table's rows, None if they are not wanted."""
+        table = self._stream.table_map[event.table_id]
+        kept = self._readers.get(event.table_id)
+        if kept is None or kept[0] is not table:
+            byte_types = self._tables.get((table.schema, table.table))
+            reader = None
+            if byte_types is not None:
+                name = f"{table.schema}.{table.table}"
+                reader = RowReader(name, table.columns, byte_types)
+            self._readers[event.table_id] = kept = table, reader
+        return kept[1]
+
+
+def _check_whole(name: str, event: RowsEvent) -> None:
+    """Refuse rows without some of their columns."""
+    every = (1 << event.number_of_columns) - 1
+    for bitmap in (event.columns_present_bitmap, getattr(event, "columns_present_bitmap2", None)):
+        if bitmap is not None and int.from_bytes(bitmap, "little") & every != every:
+            raise ChangesLost(
+                name,
+                f"the binary log has rows of {event.schema}.{event.table} without all columns: set "
+                "binlog_row_image = FULL, and let no session change it",
+            )
+
+
+def includes(position: str, other: str) -> bool:
+    """Return whether a position includes another one."""
+    own = gtids(position)
+    return all(
+        domain in own and int(own[domain].split("-")[2]) >= int(gtid.split("-")[2])
+        for domain, gtid in gtids(other).items()
+    )
+
+
+def unknown_position(name: str, position: str) -> ConfigurationError:
+    """Return the error of a server that has never had a position."""
+    return ChangesLost(
+        name,
+        f"this server does not know the position {position}: it is another server, its binary log "
+        "was reset, or it was restored from a backup: connect to the server that has it",
+    )
+
+
+def check_position(name: str, position: str, state: str) -> None:
+    """Check that a server has written a position.
+
+    MariaDB itself does not refuse a domain that it does not know.
+
+    Args:
+        state: its `@@gtid_binlog_state`: GTIDs, several for each domain.
+
+    Raises:
+        ConfigurationError
+    """
+    newest: dict[int, int] = {}
+    for each in filter(None, state.replace("\n", "").split(",")):
+        domain, _, number = map(int, each.split("-"))
+        newest[domain] = max(number, newest.get(domain, 0))
+    try:
+        domains = gtids(position)
+    except ValueError:
+        raise ConfigurationError(
+            f"{name}: the position in Kafka is no position of MariaDB: {position[:60]!r}: another "
+            "capture has this name; give this one another name"
+        ) from None
+    for domain, gtid in domains.items():
+        if int(gtid.split("-")[2]) > newest.get(domain, -1):
+            raise unknown_position(name, position)

@@ -1,0 +1,304 @@
+"""MariaDB's binary log as a source: a thread reads, and hands messages over in bounded memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Literal
+
+import structlog
+from msgspec import Struct
+
+from txbroker.core.records import Message
+from txbroker.databases.database import DatabaseUnavailable
+from txbroker.databases.mariadb import MariaDB
+from txbroker.databases.steps import Query, Steps
+from txbroker.errors import ConfigurationError
+from txbroker.relay.capture import mariadb_setup
+from txbroker.relay.capture.binlog import (
+    HEARTBEAT_S,
+    Alive,
+    Binlog,
+    ChangesLost,
+    Committed,
+    Place,
+    check_position,
+)
+from txbroker.relay.capture.binlog_values import BYTE_TYPES
+from txbroker.relay.capture.changes import CaptureMapping, Change, TransactionInfo
+from txbroker.relay.source import Delivery, DeliveryRefused, Refusal
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
+
+PIECE_BYTES = 1 << 20
+"""Of a transaction in one piece, and of small ones in one delivery."""
+_WAITING_BYTES_MAX = 16 << 20
+"""Of messages that wait for Kafka. As Python objects they take up to three times as much."""
+_MESSAGE_BYTES = 300
+"""Of a message beside its key and value."""
+
+
+class _Piece(Struct, frozen=True, gc=False):
+    """Messages of one transaction.
+
+    Attributes:
+        end: with its last piece.
+    """
+
+    messages: list[Message]
+    size: int
+    end: Committed | None
+
+
+class _Reader:
+    """Reads the binary log in a thread.
+
+    Args:
+        lost: called with the error where changes are lost; raises it, or has the next reader skip
+            them.
+    """
+
+    def __init__(
+        self, binlog: Binlog, mapping: CaptureMapping, lost: Callable[[ChangesLost], None]
+    ) -> None:
+        self._binlog = binlog
+        self._mapping = mapping
+        self._lost = lost
+        self._loop = asyncio.get_running_loop()
+        self._pieces: deque[_Piece] = deque()
+        self._size = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._failure: Exception | None = None
+        self._arrived = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="txbroker-binlog", daemon=True)
+        self._thread.start()
+
+    async def wait(self) -> None:
+        """Wait until there is a piece.
+
+        Raises: what ended the thread, once all pieces are taken.
+        """
+        while not self._pieces:
+            if isinstance(self._failure, ChangesLost):
+                self._lost(self._failure)
+                raise DatabaseUnavailable(str(self._failure)) from self._failure
+            if self._failure is not None:
+                raise self._failure
+            await self._arrived.wait()
+            self._arrived.clear()
+
+    async def take(self) -> _Piece:
+        """Wait for a piece, and take it; see `wait` for errors."""
+        await self.wait()
+        with self._changed:
+            piece = self._pieces.popleft()
+            self._size -= piece.size
+            self._changed.notify()
+        return piece
+
+    def next_whole_size(self) -> int | None:
+        """Return the size of the next piece if it is there and a whole transaction."""
+        return self._pieces[0].size if self._pieces and self._pieces[0].end else None
+
+    async def close(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._binlog.close()
+        await asyncio.to_thread(self._thread.join)
+
+    # --- in the thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._read()
+        except Exception as error:
+            self._failure = error
+        finally:
+            self._binlog.close()
+            self._wake()
+
+    def _read(self) -> None:
+        messages: list[Message] = []
+        size = number = 0
+        begun = False
+        info: TransactionInfo | None = None
+        last_s = time.monotonic()
+        skipped: Committed | None = None
+        convert = self._mapping.messages
+        for event in self._binlog.read():
+            if isinstance(event, Change):
+                assert info is not None
+                for message in convert(info, number, event):
+                    messages.append(message)
+                    size += _MESSAGE_BYTES + len(message.key or b"") + len(message.value or b"")
+                number += 1
+                if size >= PIECE_BYTES:
+                    self._put(_Piece(messages, size, None))
+                    messages, size, begun, skipped = [], 0, True, None
+            elif isinstance(event, TransactionInfo):
+                info, number, begun = event, 0, False
+            elif isinstance(event, Committed):
+                if messages or begun:
+                    self._put(_Piece(messages, size, event))
+                    messages, size, skipped, last_s = [], 0, None, time.monotonic()
+                else:
+                    skipped = event
+            # Between transactions, where nothing wanted changes: the position must move on, before
+            # the server purges its log.
+            if (
+                skipped is not None
+                and isinstance(event, Committed | Alive)
+                and time.monotonic() - last_s >= HEARTBEAT_S
+            ):
+                self._put(_Piece([], 0, skipped))
+                skipped, last_s = None, time.monotonic()
+            if self._closed:
+                return
+
+    def _put(self, piece: _Piece) -> None:
+        with self._changed:
+            while self._size >= _WAITING_BYTES_MAX and not self._closed:
+                self._changed.wait()
+            empty = not self._pieces
+            self._pieces.append(piece)
+            self._size += piece.size
+        if empty:
+            self._wake()
+
+    def _wake(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._arrived.set)
+
+
+class _Delivery:
+    """Whole transactions, joined while they are small and there.
+
+    Attributes:
+        position: after the last; b"" until all pieces are taken.
+        place: the same in the files of the log.
+    """
+
+    def __init__(self, reader: _Reader) -> None:
+        self._reader = reader
+        self.position = b""
+        self.place = Place("", 0)
+
+    async def pieces(self) -> AsyncIterator[Sequence[Message]]:
+        """Yield the messages; see `Delivery.pieces`."""
+        messages: list[Message] = []
+        size = 0
+        while not self.position:
+            piece = await self._reader.take()
+            messages += piece.messages
+            size += piece.size
+            following = None if piece.end is None else self._reader.next_whole_size()
+            if following is not None and size + following <= PIECE_BYTES:
+                continue
+            yield messages
+            messages = []
+            if piece.end is not None:
+                self.position, self.place = piece.end.position, piece.end.place
+
+
+class MariadbSource:
+    """The changes of a MariaDB's tables; see `Source`. Positions are GTIDs, one for each domain.
+
+    Args:
+        on_gap: "skip": where changes were lost, go on at the end of the log, instead of stopping.
+    """
+
+    def __init__(
+        self,
+        mapping: CaptureMapping,
+        database: MariaDB,
+        *,
+        on_gap: Literal["stop", "skip"] = "stop",
+    ) -> None:
+        self._mapping = mapping
+        self._database = database
+        self._skips_gaps = on_gap == "skip"
+        self._gap = ""
+        """What was lost and is to be skipped."""
+        self._reader: _Reader | None = None
+        self._place: Place | None = None
+
+    async def resume(self, position: bytes | None) -> None:
+        """Begin after a position, or where `apply` recorded it."""
+        await self.close()
+        database, mapping = self._database, self._mapping
+        with database.explained():
+            facts = await database.apart_async(mariadb_setup.look(mapping))
+        refused = mariadb_setup.refusals(mapping, facts)
+        if refused:
+            raise ConfigurationError(f"{database.name}: {'; '.join(refused)}")
+        start = facts.start if position is None else position.decode()
+        if start is None:
+            raise ConfigurationError(
+                f"{database.name}: nothing records where capture {mapping.name} begins: run "
+                "`txbroker capture apply FILE` first"
+            )
+        try:
+            check_position(database.name, start, facts.settings["gtid_binlog_state"])
+        except ChangesLost as error:
+            self._lost(error)
+        if self._gap:
+            start = facts.settings["gtid_binlog_pos"]
+            log.warning("capture skips a gap", capture=mapping.name, gap=self._gap)
+        self._gap = ""
+        binlog = Binlog(database, facts.byte_types(BYTE_TYPES), start)
+        self._reader = _Reader(binlog, mapping, self._lost)
+
+    def _lost(self, error: ChangesLost) -> None:
+        if not self._skips_gaps:
+            raise error
+        self._gap = str(error)
+
+    async def next(self) -> Delivery:
+        """Wait for committed transactions."""
+        if self._reader is None:
+            raise DatabaseUnavailable(f"{self._database.name}: the source was not resumed")
+        await self._reader.wait()
+        return _Delivery(self._reader)
+
+    async def delivered(self, delivery: Delivery) -> None:
+        """Remember the place: MariaDB keeps its log for as long as its settings say."""
+        assert isinstance(delivery, _Delivery)
+        self._place = delivery.place
+
+    async def refused(self, delivery: Delivery, refusals: Sequence[Refusal]) -> None:
+        """Refuse to go on: a change cannot be left out."""
+        raise DeliveryRefused(f"{self._mapping.name}: {refusals[0].cause}")
+
+    async def lag_bytes(self) -> int:
+        """Return how much of the log follows the last delivery, about; 0 before the first.
+
+        Raises:
+            DatabaseUnavailable
+        """
+        if self._place is None:
+            return 0
+        with self._database.explained():
+            found = await self._database.apart_async(_end_of_log())
+        return self._place.bytes_to(*found)
+
+    async def close(self) -> None:
+        """Close the connections, and end the thread."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            await reader.close()
+
+
+def _end_of_log() -> Steps[tuple[Place, int]]:
+    """Return the end of the log, and the size of its files."""
+    found = yield Query("SHOW GLOBAL STATUS LIKE 'binlog_snapshot%'")
+    shown = {name.lower(): value for name, value in found.rows}
+    size = yield Query("SELECT @@global.max_binlog_size")
+    end = Place(shown["binlog_snapshot_file"], int(shown["binlog_snapshot_position"]))
+    return end, int(size.rows[0][0])

@@ -1,0 +1,1 @@
+"""PostgreSQL's replication protocol, its output plugin and its catalogs."""

@@ -1,0 +1,64 @@
+"""What a database needs for a capture, as a list of steps; the same for each kind of database."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Protocol, TypeVar
+
+from msgspec import Struct
+
+from txbroker.databases.database import Database
+from txbroker.relay.capture.changes import CaptureMapping
+
+D = TypeVar("D", bound=Database, contravariant=True)
+
+
+class StepState(StrEnum):
+    """Whether a step must be taken."""
+
+    DONE = "done"
+    TO_DO = "to do"
+    REFUSED = "refused"
+    """It cannot be taken; the text has the reason and the next step. Nothing is changed then."""
+    ADVICE = "advice"
+    """The capture works without it; the text says why it is better with it."""
+
+
+class Step(Struct, frozen=True):
+    """One thing that a capture needs, or leaves, in the database.
+
+    Attributes:
+        text: what it is; of a refused one a sentence with the reason and the next step.
+        sql: what is executed, or what an administrator can execute; "" where it is no SQL.
+    """
+
+    state: StepState
+    text: str
+    sql: str = ""
+
+
+class CaptureSetup(Protocol[D]):
+    """The functions of the modules `postgres_setup`, `mariadb_setup` and `sqlite`.
+
+    Except for `keys`, the tables of the mapping have their keys.
+
+    Raises:
+        DatabaseUnavailable
+        ConfigurationError: a right is missing even to look.
+    """
+
+    async def keys(
+        self, mapping: CaptureMapping, database: D
+    ) -> Mapping[tuple[str, str], Sequence[str]]:
+        """Return the columns of the primary key by schema and table, () without one, of those
+        tables of the mapping that exist."""
+
+    async def plan(self, mapping: CaptureMapping, database: D) -> list[Step]:
+        """Return what `apply` would do; change nothing."""
+
+    async def apply(self, mapping: CaptureMapping, database: D) -> list[Step]:
+        """Take the steps that are to do, and return all; if one is refused, change nothing."""
+
+    async def remove(self, mapping: CaptureMapping, database: D) -> list[Step]:
+        """Remove what `apply` created, and return the steps."""
