@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 from msgspec import structs
@@ -16,15 +16,13 @@ from msgspec import structs
 from txbroker.cli.client import ApiClient, client_options, tls_of
 from txbroker.cli.contexts import CredentialFiles, target_of
 from txbroker.cli.doctor.bundle import known_secrets, pack
-from txbroker.cli.doctor.findings import DoctorCheck
 from txbroker.cli.doctor.report import (
-    CHECKS,
-    RELAY_CHECKS,
-    RELAYS_ALONE,
     DoctorReport,
+    Scope,
     as_json,
     as_prometheus,
     examine,
+    scope_of,
     summary,
     table,
 )
@@ -35,8 +33,6 @@ from txbroker.cli.run import FAILED, usage_errors
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from
 from txbroker.config.addresses import check_url, read_secret
 from txbroker.config.settings import Settings
-from txbroker.databases.database import Database
-from txbroker.databases.urls import from_url
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.tools.examination import KafkaExamination
 from txbroker.net.tls import ClientTls
@@ -114,15 +110,17 @@ def command(
     with usage_errors():
         for url in proxies:
             check_url("--proxy", url)
-        outbox = None if database is None else from_url(database)
+        named = proxies or target_of(click.get_current_context()).source != "default"
+        scope = scope_of(database, proxies=bool(named))
     credentials = _credentials(settings)
     token = _token(credentials)
     anonymous = credentials._replace(token_file=None, client_cert_file=None, client_key_file=None)
     tls = tls_of(credentials), tls_of(anonymous)
     if bundle is not None and bundle.exists():
         raise click.UsageError(f"--bundle {bundle} exists already: name another file")
-    scope = _Scope(_checks(outbox, proxies), outbox, wait_s or 0.0)
-    report, packed = asyncio.run(_run(settings, [client.url, *proxies], token, tls, scope, bundle))
+    report, packed = asyncio.run(
+        _run(settings, [client.url, *proxies], token, tls, scope, wait_s or 0.0, bundle)
+    )
     _show(report, output)
     if packed:
         click.echo(f"Packed into {bundle}: {', '.join(packed)}.", err=True)
@@ -130,30 +128,16 @@ def command(
         click.get_current_context().exit(FAILED)
 
 
-class _Scope(NamedTuple):
-    """What is checked, and for how long it is repeated."""
-
-    checks: Sequence[DoctorCheck]
-    database: Database | None
-    wait_s: float
-
-
-def _checks(database: Database | None, proxies: Sequence[str]) -> Sequence[DoctorCheck]:
-    if database is None:
-        return CHECKS
-    named = proxies or target_of(click.get_current_context()).source != "default"
-    return (*CHECKS, *RELAY_CHECKS) if named else RELAYS_ALONE
-
-
 async def _run(
     settings: Settings,
     urls: Sequence[str],
     token: str,
     tls: tuple[ClientTls, ClientTls],
-    scope: _Scope,
+    scope: Scope,
+    wait_s: float,
     bundle: Path | None,
 ) -> tuple[DoctorReport, list[str]]:
-    deadline = time.monotonic() + scope.wait_s
+    deadline = time.monotonic() + wait_s
     headers = {"authorization": f"Bearer {token}"} if token else {}
     while True:
         proxies = HttpProxies(urls, headers, *tls)

@@ -18,6 +18,8 @@ from txbroker.cli.doctor import checks_access, checks_kafka, checks_proxies, che
 from txbroker.cli.doctor.findings import CheckLevel, CheckResult, DoctorCheck, Finding
 from txbroker.cli.doctor.subject import NotAllowed, Subject, Unavailable
 from txbroker.cli.output import clock, printable
+from txbroker.databases.database import Database
+from txbroker.databases.urls import from_url
 from txbroker.errors import TxbrokerError
 
 CHECKS = (
@@ -37,6 +39,29 @@ RELAY_CHECKS = (*checks_relays.book.checks, *checks_relays.kafka_book.checks)
 _KAFKA = ("kafka-reachable", "kafka-brokers", "kafka-version")
 RELAYS_ALONE = (*(check for check in CHECKS if check.name in _KAFKA), *RELAY_CHECKS)
 """The checks where a database is named, and no proxy."""
+
+
+class Scope(NamedTuple):
+    """What is checked: the checks, and the database of an outbox."""
+
+    checks: Sequence[DoctorCheck]
+    database: Database | None
+
+
+def scope_of(database: str | None, *, proxies: bool) -> Scope:
+    """Return what is checked.
+
+    Args:
+        database: the URL of that of an outbox.
+        proxies: whether proxies are named.
+
+    Raises:
+        ConfigurationError: the URL is malformed, or its driver is not installed.
+    """
+    if database is None:
+        return Scope(CHECKS, None)
+    return Scope((*CHECKS, *RELAY_CHECKS) if proxies else RELAYS_ALONE, from_url(database))
+
 
 TIMEOUT_S = 15.0
 """Timeout of a check, and about that of all, because they run in parallel."""
