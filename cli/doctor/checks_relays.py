@@ -6,10 +6,12 @@ from txbroker.cli.doctor.findings import CheckLevel, CheckRegistry, Finding, Sec
 from txbroker.cli.doctor.subject import Subject
 from txbroker.databases.outbox.rows import MESSAGE_BYTES_MAX
 from txbroker.databases.outbox.table import LOCAL_COMMIT, MESSAGE_ERROR, UNKNOWN
+from txbroker.relay.capture.setup import StepState
 
 _PACKET_BYTES_MIN = 2 * MESSAGE_BYTES_MAX
 
 book = CheckRegistry(Section.RELAYS, needs=("relays-tables",))
+capture_book = CheckRegistry(Section.RELAYS)
 kafka_book = CheckRegistry(Section.RELAYS, needs=("kafka-reachable",))
 
 
@@ -106,6 +108,21 @@ async def relays_packet(subject: Subject) -> Finding:
         return fine("this database has no such limit")
     found = f"max_allowed_packet is {packet:,} bytes"
     return fine(found) if packet >= _PACKET_BYTES_MIN else judged(CheckLevel.WARNING, found)
+
+
+@capture_book.check(
+    "the database is prepared for the capture",
+    hint="`txbroker capture apply FILE` takes the steps to do; a refused one names its next step.",
+    doc="docs/how-to/capture.md",
+)
+async def relays_capture(subject: Subject) -> Finding:
+    """Whether server settings, rights, limits and objects of a capture are as it needs them."""
+    steps = await subject.capture_steps()
+    open_ = [step for step in steps if step.state is not StepState.DONE]
+    lines = [f"{step.state}: {step.text}" for step in open_]
+    if any(step.state is not StepState.ADVICE for step in open_):
+        return judged(CheckLevel.FAILS, "steps are missing", lines)
+    return judged(CheckLevel.WARNING if lines else CheckLevel.OK, f"{len(steps)} steps", lines)
 
 
 @kafka_book.check(

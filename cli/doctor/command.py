@@ -58,10 +58,15 @@ _PAUSE_S = 1.0
 )
 @click.option(
     "--database",
-    envvar="TXBROKER_DATABASE_URL",
     metavar="URL",
     help="Check the outbox in this database and its relays; without --url or --proxy only them and "
-    "Kafka. [env: TXBROKER_DATABASE_URL]",
+    "Kafka.",
+)
+@click.option(
+    "--capture",
+    type=FILE,
+    metavar="FILE",
+    help="Check the database of this capture in the same way.",
 )
 @env_option(
     "--wait",
@@ -93,6 +98,7 @@ def command(
     config: Path | None,
     proxies: tuple[str, ...],
     database: str | None,
+    capture: Path | None,
     wait_s: float | None,
     bundle: Path | None,
     output: str,
@@ -111,7 +117,7 @@ def command(
         for url in proxies:
             check_url("--proxy", url)
         named = proxies or target_of(click.get_current_context()).source != "default"
-        scope = scope_of(database, proxies=bool(named))
+        scope = scope_of(database, capture, proxies=bool(named))
     credentials = _credentials(settings)
     token = _token(credentials)
     anonymous = credentials._replace(token_file=None, client_cert_file=None, client_key_file=None)
@@ -143,7 +149,7 @@ async def _run(
         proxies = HttpProxies(urls, headers, *tls)
         settings = await _with_kafka(settings, proxies)
         async with KafkaExamination(_kafka(settings)) as kafka:
-            subject = Subject(settings, kafka, proxies, database=scope.database)
+            subject = Subject(settings, kafka, proxies, relays=scope.relays)
             try:
                 report = await examine(subject, scope.checks)
                 left_s = deadline - time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -15,12 +16,20 @@ from txbroker.databases.outbox.operations import WHOLE, problem_of, selected
 from txbroker.databases.outbox.table import OUTBOX, SHARDS_MAX, STATES, outbox_tables
 from txbroker.databases.outbox.waiting import WaitingRows
 from txbroker.databases.steps import Query, Steps
+from txbroker.relay.capture.plan import Capture
 
 _ROWS = 20
 _ODD = (
     f"state NOT IN {STATES} OR deliver_at IS NOT NULL OR shard NOT BETWEEN 0 AND {SHARDS_MAX - 1} "
     "OR retries < 0 OR check_attempts < 0 OR next_at < 0 OR created_at < 0 OR changed_at < 0"
 )
+
+
+class RelayTargets(NamedTuple):
+    """The database of an outbox, and a capture; None: not named."""
+
+    database: Database | None = None
+    capture: Capture | None = None
 
 
 class OutboxFacts(Struct, frozen=True):

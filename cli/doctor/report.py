@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import NamedTuple
 
 import click
@@ -16,11 +17,12 @@ from msgspec import Struct
 from txbroker import __version__
 from txbroker.cli.doctor import checks_access, checks_kafka, checks_proxies, checks_relays
 from txbroker.cli.doctor.findings import CheckLevel, CheckResult, DoctorCheck, Finding
+from txbroker.cli.doctor.outbox import RelayTargets
 from txbroker.cli.doctor.subject import NotAllowed, Subject, Unavailable
 from txbroker.cli.output import clock, printable
-from txbroker.databases.database import Database
 from txbroker.databases.urls import from_url
 from txbroker.errors import TxbrokerError
+from txbroker.relay.capture.plan import open_capture
 
 CHECKS = (
     *checks_kafka.book.checks,
@@ -34,33 +36,44 @@ CHECKS = (
     *checks_access.proxies_book.checks,
 )
 """The checks of an installation of proxies."""
-RELAY_CHECKS = (*checks_relays.book.checks, *checks_relays.kafka_book.checks)
-"""The checks of an outbox, where a database is named."""
+RELAY_CHECKS = (
+    *checks_relays.book.checks,
+    *checks_relays.capture_book.checks,
+    *checks_relays.kafka_book.checks,
+)
+"""The checks of an outbox and of a capture, where they are named."""
 _KAFKA = ("kafka-reachable", "kafka-brokers", "kafka-version")
-RELAYS_ALONE = (*(check for check in CHECKS if check.name in _KAFKA), *RELAY_CHECKS)
-"""The checks where a database is named, and no proxy."""
 
 
 class Scope(NamedTuple):
-    """What is checked: the checks, and the database of an outbox."""
+    """What is checked: the checks, and an outbox and a capture for those that need them."""
 
     checks: Sequence[DoctorCheck]
-    database: Database | None
+    relays: RelayTargets
 
 
-def scope_of(database: str | None, *, proxies: bool) -> Scope:
+def scope_of(database: str | None, capture: Path | None, *, proxies: bool) -> Scope:
     """Return what is checked.
 
     Args:
         database: the URL of that of an outbox.
+        capture: the mapping file of a capture.
         proxies: whether proxies are named.
 
     Raises:
-        ConfigurationError: the URL is malformed, or its driver is not installed.
+        ConfigurationError: the URL or file is malformed, or the driver is not installed.
     """
-    if database is None:
-        return Scope(CHECKS, None)
-    return Scope((*CHECKS, *RELAY_CHECKS) if proxies else RELAYS_ALONE, from_url(database))
+    if database is None and capture is None:
+        return Scope(CHECKS, RelayTargets())
+    checks = [check for check in CHECKS if proxies or check.name in _KAFKA]
+    checks += [] if database is None else checks_relays.book.checks
+    checks += [] if capture is None else checks_relays.capture_book.checks
+    checks += checks_relays.kafka_book.checks
+    targets = RelayTargets(
+        None if database is None else from_url(database),
+        None if capture is None else open_capture(str(capture)),
+    )
+    return Scope(checks, targets)
 
 
 TIMEOUT_S = 15.0

@@ -16,14 +16,14 @@ from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 
 from txbroker.cli.client import ApiConnection, ApiError
-from txbroker.cli.doctor.outbox import OutboxFacts, outbox_facts
+from txbroker.cli.doctor.outbox import OutboxFacts, RelayTargets, outbox_facts
 from txbroker.config.settings import Settings
 from txbroker.contract.service import Overview
-from txbroker.databases.database import Database
 from txbroker.door.consuming import TopicSpec
 from txbroker.errors import NotPermitted
 from txbroker.kafka.tools.examination import BrokerFacts, Cluster, KafkaExamination
 from txbroker.net.tls import ClientTls
+from txbroker.relay.capture.setup import Step
 
 T = TypeVar("T")
 
@@ -290,7 +290,7 @@ class Subject:
         limits: Thresholds | None = None,
         now_s: Callable[[], float] = time.time,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        database: Database | None = None,
+        relays: RelayTargets | None = None,
     ) -> None:
         self.settings = settings
         self.kafka = kafka
@@ -298,7 +298,7 @@ class Subject:
         self.limits = limits or Thresholds()
         self.now_s = now_s
         self.pause = pause
-        self._database = database
+        self._relays = relays or RelayTargets()
         self._asked: dict[str, asyncio.Task[Any]] = {}
 
     @property
@@ -323,10 +323,17 @@ class Subject:
 
     async def outbox(self) -> OutboxFacts:
         """Return the facts about the outbox of the named database."""
-        database = self._database
+        database = self._relays.database
         if database is None:
             raise Unavailable("no database is named: give one by --database")
         return await self._once("outbox", lambda: outbox_facts(database))
+
+    async def capture_steps(self) -> list[Step]:
+        """Return what the named capture needs in its database."""
+        capture = self._relays.capture
+        if capture is None:
+            raise Unavailable("no capture is named: give one by --capture")
+        return await self._once("capture", capture.plan)
 
     async def positions_topic(self) -> tuple[str, TopicSpec | None]:
         """Return the topic of relays' positions, None where it does not exist."""

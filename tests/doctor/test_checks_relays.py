@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +14,8 @@ from msgspec import structs
 from tests.kit.doctor import World
 from txbroker.cli.doctor import outbox as facts
 from txbroker.cli.doctor.findings import CheckLevel, CheckResult
-from txbroker.cli.doctor.report import RELAYS_ALONE, examine
+from txbroker.cli.doctor.outbox import RelayTargets
+from txbroker.cli.doctor.report import examine, scope_of
 from txbroker.databases.database import Database
 from txbroker.databases.outbox.table import OUTBOX, RELAY
 from txbroker.databases.steps import Query
@@ -23,6 +25,7 @@ from txbroker.relay import Outbox
 
 OK, WARNING, FAILS = CheckLevel.OK, CheckLevel.WARNING, CheckLevel.FAILS
 POSITIONS = "txbroker.relay"
+OF_OUTBOX = scope_of("sqlite:///any.db", None, proxies=False).checks
 OLD_MS = "created_at = created_at - 3600000"
 
 
@@ -49,8 +52,8 @@ class Relays:
             session.execute(Query(sql, tuple(columns.values())))
 
     async def results(self) -> dict[str, CheckResult]:
-        subject = self.world.subject(self.database)
-        report = await examine(subject, RELAYS_ALONE)
+        subject = self.world.subject(RelayTargets(self.database))
+        report = await examine(subject, OF_OUTBOX)
         await subject.close()
         assert not [one for one in report.outcomes if "broken" in one.found], report
         return {one.name: one for one in report.outcomes}
@@ -130,8 +133,8 @@ async def test_fault_is_found_by_its_check_alone(relays: Relays, fault: str) -> 
 
 
 async def test_missing_tables_leave_the_rest_unknown(world: World, tmp_path: Path) -> None:
-    subject = world.subject(from_url(f"sqlite:///{tmp_path}/empty.db"))
-    report = await examine(subject, RELAYS_ALONE)
+    subject = world.subject(RelayTargets(from_url(f"sqlite:///{tmp_path}/empty.db")))
+    report = await examine(subject, OF_OUTBOX)
     await subject.close()
     levels = {one.name: one.level for one in report.outcomes}
     assert levels["relays-tables"] is FAILS
@@ -146,6 +149,27 @@ async def test_small_packets_are_found(relays: Relays, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("txbroker.cli.doctor.subject.outbox_facts", small)
     assert (await relays.results())["relays-packet"].level is WARNING
+
+
+async def test_steps_of_a_capture_are_its_findings(world: World, tmp_path: Path) -> None:
+    database = tmp_path / "shop.db"
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY)")
+    file = tmp_path / "shop.toml"
+    file.write_text(
+        f'name = "shop"\ndatabase = "sqlite:///{database}"\n'
+        '[[tables]]\ntable = "orders"\ntopic = "orders"\n'
+    )
+    levels = []
+    for _ in range(2):
+        scope = scope_of(None, file, proxies=False)
+        subject = world.subject(scope.relays)
+        report = await examine(subject, scope.checks)
+        await subject.close()
+        levels += [one.level for one in report.outcomes if one.name == "relays-capture"]
+        assert scope.relays.capture is not None
+        await scope.relays.capture.apply()
+    assert levels == [FAILS, OK]
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from txbroker.cli.doctor.findings import CheckLevel, CheckResult
+from txbroker.cli.doctor.outbox import RelayTargets
 from txbroker.cli.doctor.report import CHECKS, DoctorReport, examine
 from txbroker.cli.doctor.subject import (
     ReadyAnswer,
@@ -19,7 +20,6 @@ from txbroker.cli.doctor.subject import (
 )
 from txbroker.config.settings import Settings
 from txbroker.contract.service import GroupOverview, Overview, PartitionOverview, ProxyOverview
-from txbroker.databases.database import Database
 from txbroker.door.consuming import TopicSpec
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.repair import Found
@@ -262,7 +262,7 @@ class World:
         self.limits = Thresholds()
         self.settings = settings()
 
-    def subject(self, database: Database | None = None) -> Subject:
+    def subject(self, relays: RelayTargets | None = None) -> Subject:
         async def at_once(_seconds: float) -> None:
             pass
 
@@ -273,7 +273,7 @@ class World:
             self.limits,
             lambda: NOW_S,
             at_once,
-            database,
+            relays,
         )
 
     async def examine(self, **options: Any) -> DoctorReport:
