@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,6 +79,22 @@ def run_if_new(place: Place, sql: str) -> None:
         place.execute(sql)
     except (psycopg.errors.DuplicateFunction, psycopg.errors.DuplicateObject):
         assert sql.startswith(("CREATE FUNCTION", "CREATE TRIGGER"))
+
+
+def test_sqlite_tables_exist_before_the_first_transaction(tmp_path: Path) -> None:
+    """It has the only write lock, so another connection could not create them."""
+    outbox = Outbox(from_url(f"sqlite:///{tmp_path}/shop.db", create_tables=True))
+    with closing(sqlite3.connect(tmp_path / "shop.db")) as connection:
+        connection.execute("CREATE TABLE orders (id)")
+        with connection:
+            connection.execute("INSERT INTO orders VALUES (42)")
+            outbox.add(connection, message("42"))
+        connection.execute("BEGIN IMMEDIATE")
+        late = Outbox(from_url(f"sqlite:///{tmp_path}/shop.db", create_tables=True))
+        late.add(connection, message("43"))
+        connection.commit()
+        (count,) = connection.execute("SELECT count(*) FROM txbroker_outbox").fetchone()
+    assert count == 2
 
 
 CHANGES = (

@@ -1,4 +1,4 @@
-"""Checks of rows that nobody has decided, by the runner of check-backs."""
+"""Checks of undecided rows, by the runner of check-backs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -18,7 +19,6 @@ from txbroker.checkers.base import (
     CheckCall,
     CheckOwner,
     CheckResult,
-    Finder,
     Unclear,
     Unreached,
     shortened,
@@ -31,10 +31,14 @@ from txbroker.contract import policy
 from txbroker.contract.checks import CheckFunction, CheckRequest, Commit, NotYet
 from txbroker.contract.signing import secret_key
 from txbroker.core.records import CheckReason, Decision
+from txbroker.databases.dialect import Dialect
 from txbroker.databases.outbox.undecided import CHECKS_MAX, UndecidedRows
 from txbroker.errors import ConfigurationError, TxbrokerError
 from txbroker.relay.outbox_source import message_of
 from txbroker.relay.sessions import DatabaseThread
+
+if TYPE_CHECKING:
+    from txbroker.relay.relay import RelaySettings
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -60,16 +64,21 @@ class OutboxChecks(CheckOwner):
     """
 
     def __init__(
-        self, group: str, rows: UndecidedRows, thread: DatabaseThread, finder: Finder
+        self,
+        group: str,
+        rows: UndecidedRows,
+        thread: DatabaseThread,
+        finder: FunctionFinder | UrlFinder,
     ) -> None:
         self._group = group
         self._rows = rows
         self._thread = thread
+        self._finder = finder
         self._runner = CheckRunner(finder, NoMetrics())
         self._offered: set[str] = set()
 
     async def offer(self) -> None:
-        """Offer what is due."""
+        """Offer due rows."""
         for id in await self._thread.read(lambda: self._rows.due(_DUE_MAX)):
             if self._runner.due(self, id, self._group, "", CheckReason.DUE):
                 self._offered.add(id)
@@ -77,6 +86,7 @@ class OutboxChecks(CheckOwner):
     async def close(self) -> None:
         """End the checks in flight."""
         await self._runner.close()
+        await self._finder.close()
 
     # --- for the runner --------------------------------------------------------------------------
 
@@ -136,6 +146,21 @@ class OutboxChecks(CheckOwner):
             await self._thread.transaction(lambda: rows.give_back(id, after_s, result.detail))
         else:
             await self._thread.transaction(lambda: rows.undecided(id, number, result.detail))
+
+
+def open_checks(
+    settings: RelaySettings, group: str, dialect: Dialect, thread: DatabaseThread
+) -> OutboxChecks:
+    """Return the checks of a relay with `check` or `check_url`.
+
+    Raises:
+        ConfigurationError: the URL or the secret is malformed.
+    """
+    rows = UndecidedRows(dialect, settings.check_after_s, settings.check_interval_s)
+    if settings.check_url is None:
+        return OutboxChecks(group, rows, thread, FunctionFinder(settings.check))
+    finder = UrlFinder(settings.check_url, settings.check_secret)
+    return OutboxChecks(group, rows, thread, finder)
 
 
 # --- a function ------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from txbroker.core.records import Decision, Message
@@ -13,6 +13,7 @@ from txbroker.databases import tables
 from txbroker.databases.connections import Joined, JoinedAsync, join, join_async
 from txbroker.databases.database import (
     Database,
+    DatabaseUnavailable,
     check_database,
     steps_in_transaction,
     steps_in_transaction_async,
@@ -41,11 +42,12 @@ class Outbox:
         name: of its relays, if the tables are created; else it must be theirs.
 
     Attributes:
-        tables: the set of its tables.
+        tables: the set of its tables. `create_tables` of an SQLite file creates them at once, of
+            other databases at the first use.
 
     Raises:
-        ConfigurationError: it is no database, or the name has other characters than letters,
-            digits, `.`, `_` and `-`.
+        ConfigurationError: it is no database; the name has other characters than letters, digits,
+            `.`, `_` and `-`; or tables that exist do not fit.
     """
 
     def __init__(self, database: Database, *, name: str | None = None) -> None:
@@ -59,6 +61,10 @@ class Outbox:
         weakref.finalize(self, self._sessions.close)
         if self._units is not None:
             weakref.finalize(self, self._units.close)
+        if self._dialect is SQLITE and database.create_tables and database.plain:
+            # The first use is in a transaction of the caller's, which has the only write lock.
+            with suppress(DatabaseUnavailable):  # it has already: then the first use reports it
+                database.prepare(self.tables)
 
     def create(self) -> None:
         """Create the tables that do not exist.
@@ -159,9 +165,9 @@ class Outbox:
     def prepare(
         self, *messages: Message, order_key: str | None = None, timeout_s: float | None = None
     ) -> Prepared:
-        """Store messages as UNKNOWN, in a transaction of its own; `decide` decides them.
+        """Store messages as UNKNOWN, in a separate transaction; `decide` decides them.
 
-        Rows that nobody decides are checked by the relay.
+        The relay checks rows that stay undecided.
 
         Raises:
             BadRequest: a message cannot be delivered.

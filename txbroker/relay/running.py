@@ -5,26 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from txbroker.config.settings import load_kafka_access
 from txbroker.databases.database import DatabaseUnavailable
-from txbroker.databases.outbox.leases import Leases, Named, rows_of_shard
-from txbroker.databases.outbox.undecided import UndecidedRows
+from txbroker.databases.outbox.leases import Leases, Named
 from txbroker.databases.outbox.waiting import WaitingRows
-from txbroker.door.consuming import ConsumingDoor, TopicSpec
+from txbroker.door.consuming import ConsumingDoor
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError
+from txbroker.relay.connections import open_door
 from txbroker.relay.metrics import RelayCollector, RelayFigures
-from txbroker.relay.outbox_source import OutboxSource, Retries, decode_position, name_taken
-from txbroker.relay.pump import Pump
 from txbroker.relay.sessions import DatabaseThread
+from txbroker.relay.shard_pumps import ShardPumps
 from txbroker.relay.shards import Shards, process_name
-from txbroker.relay.sink import RelaySink
-from txbroker.relay.wakeups import wakeups
 
 if TYPE_CHECKING:
     from txbroker.consumer.consumer import HasConsumingDoor
@@ -45,8 +41,8 @@ class RunningRelay:
     def __init__(
         self, outbox: Outbox, kafka: str | HasConsumingDoor, settings: RelaySettings
     ) -> None:
+        self._outbox = outbox
         self._database = outbox.database
-        self._tables = outbox.tables
         self._kafka = kafka
         self._settings = settings
         self._stack = contextlib.AsyncExitStack()
@@ -70,11 +66,9 @@ class RunningRelay:
 
     async def _start(self) -> None:
         settings = self._settings
-        await asyncio.to_thread(self._database.prepare, self._tables)
-        self._door = open_door(self._kafka, settings.security)
+        await asyncio.to_thread(self._database.prepare, self._outbox.tables)
+        self._door = await open_door(self._kafka, settings.security, settings.positions)
         self._stack.push_async_callback(self._door.close)
-        await self._door.start()
-        await self._door.create([positions_topic(settings.positions)])
         self._thread = await self._open_thread()
         self._leases = Leases(self._database.dialect, process_name(), settings.lease_s)
         self._named = await self._thread.read(self._leases.named)
@@ -82,7 +76,7 @@ class RunningRelay:
             await self._divide(settings.shards)
             self._named = await self._thread.read(self._leases.named)
         self._shards = Shards(
-            self._thread, self._leases, settings.lease_s, self._start_shard, self._fail
+            self._thread, self._leases, settings.lease_s, self._pumps().open, self._fail
         )
         self._stack.push_async_callback(self._shards.close)
         await self._shards.round()
@@ -90,8 +84,11 @@ class RunningRelay:
         self._background(self._upkeep())
         await self._start_checks()
 
+    def _pumps(self) -> ShardPumps:
+        return ShardPumps(self._outbox, self._named, self._door, self._settings, self._figures)
+
     async def _open_thread(self) -> DatabaseThread:
-        thread = DatabaseThread(self._database, self._tables)
+        thread = DatabaseThread(self._database, self._outbox.tables)
         self._stack.push_async_callback(thread.close)
         return thread
 
@@ -130,24 +127,15 @@ class RunningRelay:
         await asyncio.shield(self._failed)
 
     async def _start_checks(self) -> None:
-        """Check undecided rows, if this relay can ask somebody."""
-        settings = self._settings
-        if settings.check is None and settings.check_url is None:
+        """Check undecided rows, if this relay can ask about them."""
+        if self._settings.check is None and self._settings.check_url is None:
             return
-        from txbroker.relay.checks import FunctionFinder, OutboxChecks, UrlFinder
+        from txbroker.relay.checks import open_checks
 
-        finder = (
-            FunctionFinder(settings.check)
-            if settings.check_url is None
-            else UrlFinder(settings.check_url, settings.check_secret)
-        )
-        self._stack.push_async_callback(finder.close)
-        rows = UndecidedRows(
-            self._database.dialect, settings.check_after_s, settings.check_interval_s
-        )
-        checks = OutboxChecks(self._named.relay, rows, await self._open_thread(), finder)
+        thread = await self._open_thread()
+        checks = open_checks(self._settings, self._named.relay, self._database.dialect, thread)
         self._stack.push_async_callback(checks.close)
-        self._background(self._check(checks, min(1.0, settings.check_interval_s)))
+        self._background(self._check(checks, min(1.0, self._settings.check_interval_s)))
 
     async def _check(self, checks: OutboxChecks, pause_s: float) -> None:
         while True:
@@ -171,11 +159,7 @@ class RunningRelay:
         taken = await self._thread.transaction(lambda: self._leases.take(present))
         try:
             for shard in taken if len(taken) == present else ():
-                sink, source = await self._open_shard(shard)
-                try:
-                    await source.resume(await sink.claim())
-                finally:
-                    await source.close()
+                await self._pumps().settle(shard)
             divided = await self._thread.transaction(lambda: self._leases.divide(shards))
         except BaseException:
             await self._thread.transaction(lambda: self._leases.release(taken))
@@ -187,37 +171,6 @@ class RunningRelay:
                 f"the outbox has {present} shards, which running relays own: stop them before a "
                 f"relay starts with shards={shards}, or leave shards out"
             )
-
-    async def _start_shard(self, shard: int) -> tuple[Pump, Callable[[], Awaitable[None]]]:
-        """Return the pump of a shard, and what closes it."""
-        sink, source = await self._open_shard(shard)
-        pump = Pump(f"{self._named.relay}/{shard}", source, sink, self._figures)
-        return pump, source.close
-
-    async def _open_shard(self, shard: int) -> tuple[RelaySink, OutboxSource]:
-        """Return the sink and the source of a shard.
-
-        Raises:
-            ConfigurationError: the position in Kafka is of another outbox.
-        """
-        settings, named = self._settings, self._named
-        key = f"{named.relay}/{shard}"
-        writer = self._door.delivery_writer(
-            f"{settings.positions}.{named.relay}.{shard}", settings.positions, key
-        )
-        stored = await writer.look()
-        # Before the claim, which would fence the other relay.
-        if stored is not None and (other := decode_position(stored).identity) != named.identity:
-            raise name_taken(other, named.identity)
-        thread = DatabaseThread(self._database, self._tables)
-        source = OutboxSource(
-            named,
-            WaitingRows(self._database.dialect, rows_of_shard(shard, named.shards)),
-            thread,
-            wakeups(thread, self._database),
-            Retries(settings.retries_max),
-        )
-        return RelaySink(self._door, writer), source
 
     # --- drain -----------------------------------------------------------------------------------
 
@@ -268,30 +221,3 @@ class RunningRelay:
             except DatabaseUnavailable as error:
                 log.warning("outbox not looked after", error=safe_repr(error))
             await asyncio.sleep(_UPKEEP_S)
-
-
-def open_door(
-    kafka: str | HasConsumingDoor, security: Mapping[str, object] | None
-) -> ConsumingDoor:
-    """Return the door to a Kafka, which has to be started."""
-    if not isinstance(kafka, str):
-        return kafka.consuming_door()
-    from txbroker.kafka.door.consuming import KafkaConsumingDoor
-
-    return KafkaConsumingDoor.from_access(load_kafka_access(kafka, security), "txbroker-relay")
-
-
-def positions_topic(name: str) -> TopicSpec:
-    """Return the topic of positions: compacted, and small enough to be read at a start."""
-    return TopicSpec(
-        name,
-        1,
-        -1,
-        {
-            "cleanup.policy": "compact",
-            "min.cleanable.dirty.ratio": "0.1",
-            "segment.bytes": str(16 << 20),
-            "segment.ms": str(24 * 60 * 60 * 1000),
-            "max.message.bytes": str(8 << 20),
-        },
-    )

@@ -46,7 +46,7 @@ class RelaySink:
         self._turns = counting()
         self._now_s = asyncio.get_running_loop().time
         self._written: dict[int, Message] = {}
-        """The messages of the delivery by the identity of their record."""
+        """The last messages by the identity of their record: the writer may still refuse them."""
 
     async def claim(self) -> bytes | None:
         """Fence earlier writers and return the stored position; see `DeliveryWriter.claim`."""
@@ -63,6 +63,7 @@ class RelaySink:
         counts = {topic: await self._count(topic) for topic in {m.topic for m in messages}}
         turn = next(self._turns)
         copies, refusals = [], []
+        written: dict[int, Message] = {}
         for message in messages:
             total, partition = counts[message.topic], message.partition
             if not total:
@@ -77,14 +78,17 @@ class RelaySink:
                 continue
             timestamp_ms = -1 if message.timestamp_ms is None else message.timestamp_ms
             record = Record(message.key, message.value, message.headers or NO_HEADERS, timestamp_ms)
-            self._written[id(record)] = message
+            written[id(record)] = message
             copies.append(Copy(message.topic, partition, record))
         if refusals:
             raise MessagesRefused(refusals)
         try:
             await self._writer.write(copies)
         except CopyRefused as error:
+            self._written |= written
             raise self._refused(error) from None
+        # The earlier ones are in Kafka. A delivery may be larger than the memory.
+        self._written = written
 
     async def commit(self, position: bytes) -> None:
         """Commit the messages with a position; see `DeliveryWriter.commit`.

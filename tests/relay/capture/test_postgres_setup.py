@@ -54,7 +54,7 @@ async def test_the_publication_follows_the_mapping(pg: PgWorld) -> None:
     assert pg.execute(published) == [('Odd "name',)]
     sent = f"SELECT pubinsert, pubupdate FROM pg_publication WHERE pubname = '{pg.slot}'"
     assert pg.execute(sent) == [(True, False)]
-    pg.mapping.tables = ()  # only what is emitted
+    pg.mapping.tables = ()  # only emitted messages
     await pg.apply()
     assert await to_do(pg) == []
     assert pg.execute(published) == []

@@ -83,7 +83,7 @@ async def test_transactions_are_whole_and_in_the_order_of_commits(pg: PgWorld) -
     assert [each.rpartition("/")[2] for each in got.ids] == ["0", "0", "1"]
 
 
-async def test_the_slot_forgets_only_what_was_delivered(pg: PgWorld) -> None:
+async def test_the_slot_forgets_only_delivered_changes(pg: PgWorld) -> None:
     source = await pg.started()
     pg.execute("INSERT INTO orders VALUES (1, 'a')")
     first = await read(source)

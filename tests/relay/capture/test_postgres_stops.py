@@ -203,7 +203,7 @@ async def tried(source: PostgresSource, position: bytes) -> bool:
 
 
 class Strict(Recorder):
-    """A mapping that refuses what is emitted."""
+    """A mapping that refuses emitted messages."""
 
     def messages(self, transaction: TransactionInfo, number: int, change: Change | Emitted) -> Any:
         """Return the message of a row."""

@@ -1,7 +1,7 @@
 """The shards of an outbox: which relay owns which, as steps.
 
-A lease only keeps relays from working on one shard at the same time; what is delivered twice or
-not at all is decided by Kafka, which fences the earlier owner.
+A lease only keeps relays from working on one shard at the same time; Kafka's fencing of the earlier
+owner keeps a message from being delivered twice.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from txbroker.door.consuming import (
     TopicIdentity,
     TopicSpec,
 )
-from txbroker.door.delivering import DeliveryWriter
 from txbroker.door.protocols import AppendRefused, AppendUnknown, LogTruncated
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
@@ -35,12 +34,8 @@ from txbroker.kafka.client.reader import READ_UNCOMMITTED, Reader, offsets_at
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.delivering import KafkaDeliveryWriter
 from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming, store_copies
-from txbroker.kafka.door.log import KafkaLog
-from txbroker.kafka.protocol.batch import batch_body
+from txbroker.kafka.door.log import append_records
 
-_BATCH_BYTES = 1_000_000
-"""A bit less than the default of `max.message.bytes`."""
-_LARGE_BYTES = (1 << 31) - 1
 _TRUNCATED_RETRIES = 3
 _SETTLED_POLL_S = 0.1
 
@@ -162,16 +157,12 @@ class KafkaConsumingDoor(ConsumingDoor):
             RecordsRefused: a broker refused a batch; earlier ones are stored.
             KafkaUnavailable: a batch may or may not be stored.
         """
-        log = KafkaLog(self._client, topic, partition, "append/records", _LARGE_BYTES)
-        while records:
-            count = batch_body(records, _BATCH_BYTES).count
-            try:
-                await log.append(records[:count])
-            except AppendRefused as error:
-                raise RecordsRefused(str(error)) from None
-            except AppendUnknown as error:
-                raise KafkaUnavailable(str(error)) from None
-            records = records[count:]
+        try:
+            await append_records(self._client, topic, partition, records)
+        except AppendRefused as error:
+            raise RecordsRefused(str(error)) from None
+        except AppendUnknown as error:
+            raise KafkaUnavailable(str(error)) from None
 
     async def store(self, group: str, copies: Sequence[Copy]) -> None:
         """Append records in one Kafka transaction, see `ConsumingDoor.store`.
@@ -182,7 +173,7 @@ class KafkaConsumingDoor(ConsumingDoor):
         """
         await store_copies(self._client, group, copies)
 
-    def delivery_writer(self, transactional_id: str, topic: str, key: str) -> DeliveryWriter:
+    def delivery_writer(self, transactional_id: str, topic: str, key: str) -> KafkaDeliveryWriter:
         """Return the writer of a relay, see `ConsumingDoor.delivery_writer`."""
         return KafkaDeliveryWriter(self._client, transactional_id, topic, key)
 

@@ -19,6 +19,9 @@ from txbroker.kafka.protocol.codes import SEQUENCE_LOST
 from txbroker.net.timers import Backoff
 
 _NEW_PRODUCERS_MAX = 2
+_BATCH_BYTES = 1_000_000
+"""A bit less than the default of `max.message.bytes`."""
+_LARGE_BYTES = (1 << 31) - 1
 
 
 class KafkaLog(Log):
@@ -106,3 +109,19 @@ class KafkaLog(Log):
     async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
         """Return records by offset; see `Picker.pick`."""
         return await self._picker.pick(offsets)
+
+
+async def append_records(
+    client: Client, topic: str, partition: int, records: Sequence[Record]
+) -> None:
+    """Append records outside of a transaction, in batches that topics take by default.
+
+    Raises:
+        AppendRefused: a broker refused a batch; earlier ones are stored.
+        AppendUnknown: a batch may or may not be stored.
+    """
+    log = KafkaLog(client, topic, partition, "append/records", _LARGE_BYTES)
+    while records:
+        count = batch_body(records, _BATCH_BYTES).count
+        await log.append(records[:count])
+        records = records[count:]

@@ -1,6 +1,6 @@
 """What sources of changes have in common: changes of rows, and who turns them into messages.
 
-Values are what JSON holds, whatever the database:
+Values are what JSON holds, the same for each kind of database:
 
 | type of the column | value |
 | --- | --- |
@@ -74,7 +74,7 @@ class TransactionInfo(Struct, frozen=True, gc=False):
 
 
 class CapturedTable(Struct, frozen=True, gc=False):
-    """What is captured of a table.
+    """The part of a table that is captured.
 
     Attributes:
         key: columns of the message key.
@@ -89,7 +89,7 @@ class CapturedTable(Struct, frozen=True, gc=False):
 
 
 class CaptureMapping(Protocol):
-    """What a mapping file says, as sources and `setup` use it.
+    """The content of a mapping file, as sources and `setup` use it.
 
     Attributes:
         name: of the capture: the relay's name, and part of the names of slot and publication.

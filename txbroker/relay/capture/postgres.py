@@ -1,8 +1,8 @@
 """A replication slot of PostgreSQL as a source.
 
-The slot is told to forget only what Kafka has, with its position, in a committed transaction; also
-where no captured table changes: a position without messages is delivered then, so that an idle
-capture holds no WAL. The server's keepalives say how far it has read, so that nothing need be
+The server may forget only what Kafka has, with its position, in a committed transaction. Where no
+captured table changes, a position without messages is delivered, so that an idle capture holds no
+WAL. The server's keepalives hold the position up to which it has read, so that nothing need be
 written for this.
 """
 
@@ -167,7 +167,7 @@ class PostgresSource:
             await asyncio.sleep(_POLL_S)
 
     async def _checked(self) -> pgfacts.Facts:
-        """Return what the catalogs say.
+        """Return the facts of the catalogs.
 
         Raises:
             ConfigurationError: the capture cannot run.
@@ -209,7 +209,7 @@ class PostgresSource:
         elif slot.confirmed > lsn:
             gap = (
                 f"slot {self._slot} begins at {lsn_text(slot.confirmed)}, after Kafka's position "
-                f"{position.lsn}: it was created again or advanced, and what is between is lost"
+                f"{position.lsn}: it was created again or advanced, and changes are lost"
             )
         if not gap:
             return lsn
@@ -238,8 +238,8 @@ class PostgresSource:
         return reader.stream.asked or time.monotonic() - self._delivered_s >= _IDLE_S
 
     async def _pieces(self, delivery: _Delivery) -> AsyncIterator[Sequence[Message]]:
-        """Yield what has been read, with the rest of its transaction, joined with the transactions
-        that have arrived by then."""
+        """Yield the messages that were read, with the rest of their transaction, joined with the
+        transactions that have arrived by then."""
         reader = self._running()
         until_s = time.monotonic() + _JOINED_S
         full = False
@@ -356,7 +356,7 @@ class _Reader:
         skip: ids of changes that are left out.
 
     Attributes:
-        messages, size: of what was read and not taken; bytes.
+        messages, size: those that were read and not taken; bytes.
         inside: whether the end of a transaction is to come.
     """
 
@@ -393,8 +393,8 @@ class _Reader:
         return messages
 
     async def advance(self) -> bool:
-        """Read what has arrived, up to a transaction's end or a piece; return whether anything
-        had.
+        """Read the frames that have arrived, up to a transaction's end or a piece; return whether
+        there were any.
 
         Raises:
             ConfigurationError, DatabaseUnavailable, PgoutputError

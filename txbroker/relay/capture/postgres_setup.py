@@ -102,7 +102,7 @@ def _steps(mapping: CaptureMapping, facts: Facts) -> Iterator[Step]:
         for problem in problems:
             yield Step(StepState.REFUSED, problem)
         if not problems:
-            yield Step(StepState.DONE, f"table {each.schema}.{each.table} has what is captured")
+            yield Step(StepState.DONE, f"table {each.schema}.{each.table} can be captured")
     yield _publication(mapping, facts)
     yield _slot(mapping, facts)
     if server.wal_keep == _UNLIMITED:

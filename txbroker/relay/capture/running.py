@@ -15,10 +15,10 @@ from txbroker.door.delivering import WriterFenced
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.plan import Capture, CaptureSource
+from txbroker.relay.connections import open_door
 from txbroker.relay.metrics import RelayCollector, RelayFigures
 from txbroker.relay.pump import Pump
 from txbroker.relay.relay import StillWaiting
-from txbroker.relay.running import open_door, positions_topic
 from txbroker.relay.sink import RelaySink
 from txbroker.relay.source import Delivery, Refusal
 
@@ -78,10 +78,8 @@ class RunningCapture:
         name = self._capture.mapping.name
         source = await self._capture.source(on_gap=self._on_gap, skip=self._skip)
         self._stack.push_async_callback(source.close)
-        door = open_door(self._kafka, self._security)
+        door = await open_door(self._kafka, self._security, self._positions)
         self._stack.push_async_callback(door.close)
-        await door.start()
-        await door.create([positions_topic(self._positions)])
         key = f"{name}/capture"
         writer = door.delivery_writer(f"{self._positions}.{name}.capture", self._positions, key)
         pump = Pump(key, _Watched(source, self._delivered), RelaySink(door, writer), self._figures)

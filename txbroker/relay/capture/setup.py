@@ -22,7 +22,7 @@ class StepState(StrEnum):
     REFUSED = "refused"
     """It cannot be taken; the text has the reason and the next step. Nothing is changed then."""
     ADVICE = "advice"
-    """The capture works without it; the text says why it is better with it."""
+    """The capture works without it; the text has the reason to take it."""
 
 
 class Step(Struct, frozen=True):
@@ -30,7 +30,7 @@ class Step(Struct, frozen=True):
 
     Attributes:
         text: what it is; of a refused one a sentence with the reason and the next step.
-        sql: what is executed, or what an administrator can execute; "" where it is no SQL.
+        sql: its statement, or one for an administrator; "" where it is no SQL.
     """
 
     state: StepState

@@ -36,7 +36,7 @@ class Trigger(Struct, frozen=True):
 
 
 class Found(Struct, frozen=True):
-    """What was found.
+    """The facts about a file.
 
     Attributes:
         columns: of each table that exists, with their place in the primary key, 0 if none.

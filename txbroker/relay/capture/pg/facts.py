@@ -1,4 +1,4 @@
-"""What PostgreSQL's catalogs say about a capture: settings, rights, slot, publication, tables."""
+"""Facts about a capture in PostgreSQL's catalogs: settings, rights, slot, publication, tables."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Server(Struct, frozen=True):
 
 
 class Facts(Struct, frozen=True):
-    """What the catalogs say."""
+    """The content of the catalogs at one moment."""
 
     server: Server
     slot: Slot | None
@@ -222,7 +222,7 @@ def wanted_operations(mapping: CaptureMapping) -> frozenset[str]:
     return frozenset().union(*(each.operations for each in mapping.tables))
 
 
-# --- what is wrong ---------------------------------------------------------------------------
+# --- faults ----------------------------------------------------------------------------------
 
 
 def server_problems(server: Server) -> Iterator[str]:
@@ -337,5 +337,5 @@ def running_problem(facts: Facts, mapping: CaptureMapping) -> str:
     for problem in slot_problems(facts, mapping):
         return problem
     for problem in publication_problems(facts, mapping):
-        return f"{problem}, so that changes are not captured: {apply}, and fill in what is missing"
+        return f"{problem}, so that changes are not captured: {apply}, and fill in the missing ones"
     return ""

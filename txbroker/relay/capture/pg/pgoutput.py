@@ -1,7 +1,7 @@
 """Decoding of pgoutput, the output plugin of PostgreSQL's own logical replication, protocol 1.
 
-Pure: bytes in, events out. Values are decoded as `changes` says. The server writes them with the
-settings `SESSION`. Of a table that is not wanted, rows are not even looked at.
+Pure: bytes in, events out. Values are decoded as `changes` lists them. The server writes them with
+the settings `SESSION`. Of a table that is not wanted, rows are not even looked at.
 
 What PostgreSQL sends, and what not:
 
@@ -10,7 +10,8 @@ What PostgreSQL sends, and what not:
 - The old row is sent with REPLICA IDENTITY FULL; else the old key, of deletes, and of updates that
   change it.
 - After a change of the schema the table is described again, before its next row.
-- Generated columns are not sent before PostgreSQL 18; from then on if the publication says so.
+- Generated columns are not sent before PostgreSQL 18; from then on if the publication
+  includes them.
 """
 
 from __future__ import annotations

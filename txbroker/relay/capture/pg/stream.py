@@ -191,8 +191,8 @@ class PgStream:
             self._waiter.set_result(None)
 
     def report(self, flushed: int = 0, *, ask: bool = False) -> None:
-        """Report to the server that it may forget everything before `flushed`, or before what was
-        reported last.
+        """Report to the server that it may forget everything before `flushed`, or before the
+        last such position.
 
         Args:
             ask: have it answer.
