@@ -2,7 +2,7 @@
 
 The database's time is read first, then the ends of the topics, and the rows last. So a row that was
 marked before that time was visible below the ends, and a record below the ends had its row before
-the rows were read, unless that was purged: relays purge what was finished `keep_s` ago.
+the rows were read, unless that was purged: relays purge rows that were finished `keep_s` ago.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ def _judged(
     stray_after_ms: int,
     judged_from: Mapping[str, JudgedFrom],
 ) -> DataFrame:
-    """Return one row for each id: findings, what is not judged, and places."""
+    """Return one row for each id: findings, why it is not judged, and places."""
     from pyspark.sql import functions as F
 
     both = records.join(rows, "id", "full_outer")

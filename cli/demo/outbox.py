@@ -27,11 +27,11 @@ from txbroker.kafka.tools.consumers import read_back
 from txbroker.relay import Outbox
 
 SHOPS = (
-    (1, 200, PREPARED, "kill -9: no order, and messages that nobody decides"),
-    (201, 401, COMMITTED, "kill -9: an order, and messages that nobody decides"),
+    (1, 200, PREPARED, "kill -9: no order, and undecided messages"),
+    (201, 401, COMMITTED, "kill -9: an order, and undecided messages"),
     (402, 600, "", ""),
 )
-"""First and last order of each process of the shop, where it is killed, and what is left."""
+"""First and last order of each process of the shop, where it is killed, and the result."""
 _STOPPED = {last: stop_at for _first, last, stop_at, _left in SHOPS if stop_at}
 _KILL_WITHIN_S = 0.3
 _TIMEOUT_S = 60.0
@@ -97,7 +97,7 @@ async def show(kafka: str, folder: Path, timeline: Timeline, console: Console) -
     finally:
         selling.cancel()
         await asyncio.gather(selling, return_exceptions=True)
-    timeline.title("2. A new relay delivers the rest, and checks what nobody has decided")
+    timeline.title("2. A new relay delivers the rest, and checks undecided messages")
     async with running("txbroker.cli.demo.outbox_relay", kafka, str(database)) as process:
         await _settled(database)
         timeline.show("relay", "settled", f"process {process.pid}: no row waits, none is undecided")

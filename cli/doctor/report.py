@@ -46,14 +46,14 @@ _KAFKA = ("kafka-reachable", "kafka-brokers", "kafka-version")
 
 
 class Scope(NamedTuple):
-    """What is checked: the checks, and an outbox and a capture for those that need them."""
+    """The checks to run, and an outbox and a capture for those that need them."""
 
     checks: Sequence[DoctorCheck]
     relays: RelayTargets
 
 
 def scope_of(database: str | None, capture: Path | None, *, proxies: bool) -> Scope:
-    """Return what is checked.
+    """Return the checks to run.
 
     Args:
         database: the URL of that of an outbox.
