@@ -1,9 +1,9 @@
 """Figures of relays and captures, against their aims: `python -m benchmarks.relays PART`.
 
-Each part runs `txbroker outbox relay` or `txbroker capture run` in a process of its own against an
-embedded Kafka and private database servers, whose commits are not synced. A rate is also given as a
-ratio to raw Kafka: the same number of records of 100 bytes, appended by an idempotent producer. The
-exit code is 1 if an aim is missed.
+Each part runs `txbroker outbox relay` or `txbroker capture run` in a separate process, with an
+embedded Kafka and private database servers, whose commits are not synced; SQLite in journal mode
+WAL. A rate is also given as a ratio to raw Kafka: the same number of records of 100 bytes, appended
+by an idempotent producer. The exit code is 1 if an aim is missed.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ async def _visible_ms(kafka: str, outbox: Outbox, url: str, writers: int, rows: 
     async with watching(kafka, _TOPIC) as watcher:
 
         async def writer(number: int) -> None:
-            with closing(connect(url) if not url.startswith("sqlite") else _sqlite(url)) as own:
+            with closing(_sqlite(url) if url.startswith("sqlite") else connect(url)) as own:
                 for n in range(rows // writers):
                     key = f"{writers}-{number}-{n}".encode()
                     seen = watcher.expect(key)
@@ -220,7 +220,10 @@ async def _visible_ms(kafka: str, outbox: Outbox, url: str, writers: int, rows: 
 
 
 def _sqlite(url: str) -> sqlite3.Connection:
-    return sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None, timeout=20)
+    connection = sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None, timeout=20)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    return connection
 
 
 async def capture(kafka: str, rows: int) -> list[Aim]:

@@ -103,8 +103,12 @@ class WaitingRows:
         else:
             units = list({row.unit for row in rows if row.unit})
             pieces = [units[begin : begin + _UNITS] for begin in range(0, len(units), _UNITS)]
+            # A sum, or the index of ready rows is read to its end where statistics are old.
             queries = [
-                (f"AND position > {last} AND unit IN ({', '.join('?' * len(some))})", tuple(some))
+                (
+                    f"AND position + 0 > {last} AND unit IN ({', '.join('?' * len(some))})",
+                    tuple(some),
+                )
                 for some in pieces
             ]
         for condition, values in queries:
