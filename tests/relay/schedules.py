@@ -217,7 +217,7 @@ class World:
         self.kafka.set_message_bytes_max("small", SMALL_BYTES)
 
     def take(self, owner: str, shard: int) -> None:
-        """Let a relay take the lease of a shard, whoever has it."""
+        """Let a relay take the lease of a shard, also from its owner."""
         self.session.execute(
             Query("UPDATE txbroker_relay SET owner = ? WHERE shard = ?", (owner, shard))
         )
