@@ -1,6 +1,6 @@
 """txbroker's outbox and relay, measured as the polled outboxes are.
 
-The relay is `txbroker outbox relay` in a process of its own.
+The relay is `txbroker outbox relay` in a separate process.
 """
 
 from __future__ import annotations

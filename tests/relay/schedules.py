@@ -103,7 +103,7 @@ class Relay:
         world.take(leases.owner, shard)
         thread = cast(DatabaseThread, self)
         source = OutboxSource(named, rows, thread, self, RETRIES, lambda: leases.owned(shard))
-        sink = RelaySink(cast(Any, world), self._writer)
+        sink = RelaySink(cast(Any, world), self._writer, POSITIONS)
         self.task = asyncio.ensure_future(self._run(Pump("outbox", source, sink, PumpEvents())))
 
     async def _run(self, pump: Pump) -> None:
@@ -388,7 +388,7 @@ class World:
         return int(found.rows[0][0])
 
     def judge(self) -> Iterator[str]:
-        """Yield what is wrong."""
+        """Yield all faults found."""
         states: dict[str, str] = {
             row[0]: row[1]
             for row in self.session.execute(Query("SELECT id, state FROM txbroker_outbox")).rows
@@ -444,7 +444,7 @@ def _precedes(first: Seen, second: Seen) -> bool:
 
 
 class OutboxInMemory:
-    """The tables of an outbox, with a clock of their own."""
+    """The tables of an outbox, with a separate clock."""
 
     def __init__(self) -> None:
         self.now_ms = 1_700_000_000_000
@@ -478,7 +478,7 @@ class OutboxInMemory:
 
 
 async def run_schedules(seeds: range) -> dict[int, list[str]]:
-    """Run schedules; return what is wrong in the first bad ones, by seed."""
+    """Run schedules; return the faults found in the first bad ones, by seed."""
     wrong: dict[int, list[str]] = {}
     database = OutboxInMemory()
     for seed in seeds:

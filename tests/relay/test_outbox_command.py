@@ -14,7 +14,7 @@ from txbroker.cli.main import cli
 from txbroker.core.records import Message
 from txbroker.relay.outbox import Outbox
 
-REASON = ("--reason", "the bank says so", "--yes")
+REASON = ("--reason", "the bank confirms it", "--yes")
 
 
 def call(*arguments: str, url: str = "", **options: Any) -> Result:
@@ -103,7 +103,7 @@ def test_decide_takes_all_that_was_prepared_together(
     found = {row.key.decode(): row for row in rows(filled)}
     for key in ("asked1", "asked2", "given up"):
         assert found[key].state == state
-        assert found[key].cause.endswith(": the bank says so")
+        assert found[key].cause.endswith(": the bank confirms it")
     keys = [row.key for row in rows(filled)]
     assert keys.index(b"asked1") + 1 == keys.index(b"asked2")
     again = call("decide", filled.url, id_of(filled, "asked2"), decision, *REASON)
@@ -122,7 +122,7 @@ def test_retry_takes_rows_that_kafka_refused(filled: Place) -> None:
     assert (done.exit_code, "1 row to be" in done.stderr) == (0, True), done.output
     row = next(row for row in rows(filled) if row.key == b"refused")
     assert (row.state, row.timeout_at) == ("LOCAL_COMMIT", None)
-    assert "the bank says so" in row.cause
+    assert "the bank confirms it" in row.cause
     assert [row.key for row in rows(filled)] == place_before
     filled.execute("UPDATE txbroker_outbox SET state = 'MESSAGE_ERROR', check_attempts = 0")
     done = call("retry", "--all", *REASON, url=filled.url)
@@ -156,7 +156,7 @@ def test_wrong_use_is_explained(tmp_path: Any, use: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# --- what nobody should do ---------------------------------------------------------------------
+# --- impossible rows -------------------------------------------------------------------------
 
 EDITS = {
     "state": ("state = 'DONE'", "state 'DONE' is none of UNKNOWN,"),

@@ -183,7 +183,7 @@ async def test_shards_are_divided_while_no_relay_runs(sqlite_shop: Shop) -> None
     assert len(shop.numbers()) == len(set(shop.numbers())) == 150
 
 
-async def test_a_second_outbox_with_the_name_is_refused_and_fences_nobody(
+async def test_a_second_outbox_with_the_name_is_refused_and_does_not_fence(
     sqlite_shop: Shop,
 ) -> None:
     shop = sqlite_shop

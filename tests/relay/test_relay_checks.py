@@ -1,4 +1,4 @@
-"""Rows that nobody decides are checked: by a function, or at a URL."""
+"""Undecided rows are checked: by a function, or at a URL."""
 
 from __future__ import annotations
 

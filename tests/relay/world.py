@@ -1,4 +1,4 @@
-"""A shop with an outbox in a database of its own, and topics of a real Kafka."""
+"""A shop: an outbox in a separate database, and topics of a real Kafka."""
 
 from __future__ import annotations
 

@@ -218,8 +218,8 @@ class Settings(ListenerAccess, KafkaAccess):
 
     @property
     def own_topics(self) -> frozenset[str]:
-        """The full names of all of txbroker's own topics."""
-        return frozenset(map(self.topic, OWN_TOPICS))
+        """The full names of all of txbroker's own topics, that of relays' positions, too."""
+        return frozenset(map(self.topic, (*OWN_TOPICS, "relay")))
 
     def of_worker(self, number: int) -> "Settings":
         """Return the settings of one of the `workers`, counted from 1: of one process."""

@@ -140,7 +140,7 @@ class SessionPool:
 
     @contextmanager
     def lend(self) -> Iterator[PlainSession]:
-        """Lend a session that nobody else uses. After an error, it and all idle ones are closed:
+        """Lend a session for exclusive use. After an error, it and all idle ones are closed:
         they may be lost, too.
 
         Raises: the driver's error.

@@ -81,7 +81,7 @@ class TableSet(Struct, frozen=True, kw_only=True):
         versions: a SELECT of the version in the database.
         names: of its tables.
         statements: returns the SQL that creates them; each statement can be repeated.
-        hint: how to create them; "": as the database says.
+        hint: how to create them; "": that of the database.
         check: further checks of existing tables; its argument is the database's name for messages.
     """
 

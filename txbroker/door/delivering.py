@@ -44,7 +44,7 @@ class DeliveryWriter(Protocol):
         """
 
     async def abort(self) -> None:
-        """Drop what was written since the last commit, if anything was.
+        """Drop all that was written since the last commit.
 
         Raises:
             WriterFenced, KafkaUnavailable

@@ -1,4 +1,4 @@
-"""Checks of rows that nobody has decided, by the runner of check-backs."""
+"""Checks of undecided rows, by the runner of check-backs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class OutboxChecks(CheckOwner):
         self._runner = CheckRunner(finder, NoMetrics())
 
     async def offer(self) -> None:
-        """Offer what is due."""
+        """Offer due rows."""
         for id in await self._thread.read(lambda: self._rows.due(_DUE_MAX)):
             self._runner.due(self, id, self._group, "", CheckReason.DUE)
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from txbroker.config.settings import load_kafka_access
 from txbroker.door.consuming import ConsumingDoor, TopicSpec
+
+TRANSACTION_S = 300.0
+"""How long a delivery may take: a database transaction of millions of rows is never split. If a
+relay dies meanwhile and none takes over, readers of its topics wait as long."""
 
 if TYPE_CHECKING:
     from txbroker.consumer.consumer import HasConsumingDoor
@@ -25,10 +31,12 @@ async def open_door(
         ConfigurationError, KafkaUnavailable
     """
     if isinstance(kafka, str):
+        from txbroker.kafka.client.settings import KafkaSettings
         from txbroker.kafka.door.consuming import KafkaConsumingDoor
 
-        access = load_kafka_access(kafka, security)
-        door: ConsumingDoor = KafkaConsumingDoor.from_access(access, "txbroker-relay")
+        settings = KafkaSettings.from_access(load_kafka_access(kafka, security), "txbroker-relay")
+        settings = structs.replace(settings, transaction_timeout_s=TRANSACTION_S)
+        door: ConsumingDoor = KafkaConsumingDoor(settings)
     else:
         door = kafka.consuming_door()
     try:

@@ -165,9 +165,9 @@ class Outbox:
     def prepare(
         self, *messages: Message, order_key: str | None = None, timeout_s: float | None = None
     ) -> Prepared:
-        """Store messages as UNKNOWN, in a transaction of its own; `decide` decides them.
+        """Store messages as UNKNOWN, in a separate transaction; `decide` decides them.
 
-        Rows that nobody decides are checked by the relay.
+        The relay checks rows that stay undecided.
 
         Raises:
             BadRequest: a message cannot be delivered.

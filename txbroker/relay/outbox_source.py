@@ -1,6 +1,6 @@
 """The outbox as a source: rows that wait, in whole units and in the order of their keys.
 
-The position in Kafka names the rows of the last delivery. Whatever was delivered before is marked
+The position in Kafka names the rows of the last delivery. Earlier deliveries are marked
 in the table, so nothing depends on the order in which positions are drawn or become visible.
 """
 

@@ -30,7 +30,7 @@ _PAUSE_S, _PAUSE_MAX_S = 0.1, 10.0
 
 
 class PumpEvents:
-    """Receives what a pump does; does nothing by itself."""
+    """Receives the events of a pump, and ignores them."""
 
     def delivered(self, messages: int) -> None:
         """A delivery is committed, and its source knows it."""

@@ -102,9 +102,9 @@ class RelaySettings(Struct, frozen=True, kw_only=True):
 class Relay:
     """Delivers the rows of an outbox: `async with Relay(outbox, "kafka:9092") as relay: …`.
 
-    Each delivery is one Kafka transaction of messages and their position, so that consumers with
-    `isolation.level=read_committed` see each committed row once, whatever crashes. Several relays
-    of one outbox, in any processes, share its shards.
+    Each delivery is one Kafka transaction of messages and their position: consumers with
+    `isolation.level=read_committed` see each committed row once, also through crashes. Several
+    relays of one outbox, in any processes, share its shards.
 
     Args:
         kafka: bootstrap servers, `host:port`, several separated by commas; or a broker of

@@ -47,13 +47,13 @@ class DatabaseThread:
         """Execute steps in one transaction, repeated while others are in its way.
 
         Raises:
-            DatabaseUnavailable: the database does not answer, or refuses for now.
+            DatabaseUnavailable: the database does not answer, or refuses what it may take later.
             ConfigurationError: a table or a right is missing.
         """
         return await self.use(lambda session: steps_in_transaction(steps(), session))
 
     async def read(self, steps: Callable[[], Steps[T]]) -> T:
-        """Execute steps that only read, each statement by itself. Errors as of `transaction`."""
+        """Execute steps that only read, each statement alone. Errors as of `transaction`."""
         return await self.use(lambda session: run(steps(), session.execute))
 
     async def use(self, function: Callable[[PlainSession], T]) -> T:

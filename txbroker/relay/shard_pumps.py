@@ -76,4 +76,4 @@ class ShardPumps:
             Retries(self._settings.retries_max),
             lambda: self._leases.owned(shard),
         )
-        return RelaySink(self._door, writer), source
+        return RelaySink(self._door, writer, topic), source

@@ -37,10 +37,12 @@ class RelaySink:
 
     Args:
         writer: of the relay's position.
+        positions: the topic of positions, to which no message may go.
     """
 
-    def __init__(self, door: ConsumingDoor, writer: DeliveryWriter) -> None:
+    def __init__(self, door: ConsumingDoor, writer: DeliveryWriter, positions: str) -> None:
         self._door = door
+        self._positions = positions
         self._writer = writer
         self._counts: dict[str, tuple[float, int]] = {}
         self._turns = counting()
@@ -66,6 +68,10 @@ class RelaySink:
         written: dict[int, Message] = {}
         for message in messages:
             total, partition = counts[message.topic], message.partition
+            if message.topic == self._positions:
+                cause = f"topic {message.topic} holds the positions of relays: use another one"
+                refusals.append(Refusal(message, cause))
+                continue
             if not total:
                 cause = f"topic {message.topic} does not exist, or this login may not describe it"
                 refusals.append(Refusal(message, cause))
@@ -91,7 +97,7 @@ class RelaySink:
         self._written = written
 
     async def abort(self) -> None:
-        """Drop what was written of a delivery; see `DeliveryWriter.abort`."""
+        """Drop all written messages of a delivery; see `DeliveryWriter.abort`."""
         self._written.clear()
         await self._writer.abort()
 

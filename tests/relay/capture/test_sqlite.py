@@ -186,7 +186,7 @@ async def test_rows_of_one_transaction_have_one_unit(captured: Captured) -> None
     assert units[0] == units[1] != units[2] != ""
 
 
-async def test_apply_replaces_what_is_out_of_date_and_remove_drops_its_own(
+async def test_apply_replaces_old_triggers_and_remove_drops_its_own(
     captured: Captured,
 ) -> None:
     service = captured.service

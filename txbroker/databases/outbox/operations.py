@@ -100,7 +100,7 @@ def retry(dialect: Dialect, ids: Sequence[str], cause: str) -> Steps[int]:
 
 
 def problem_of(row: Mapping[str, Any]) -> str:
-    """Return what is impossible in a row, and the next step; "" if nothing is.
+    """Return why a row is impossible, and the next step; "" if it is possible.
 
     The columns' constraints prevent it, unless they were dropped.
     """

@@ -322,7 +322,7 @@ def decide(
 
     Args:
         messages: replace the prepared ones: the same number, for the same topics.
-        unit: of the transaction; "": these rows have one of their own.
+        unit: of the transaction; "": these rows get a new one.
         cause: who decides and why, kept in the rows.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Rows that nobody has decided, as a relay checks them; as steps.
+"""Undecided rows, as a relay checks them; as steps.
 
 The number of an attempt is stored before its question is sent, so that neither a crash nor another
 relay asks once more than `CHECKS_MAX`.
@@ -113,7 +113,7 @@ class UndecidedRows:
         yield from self._note(prepared, f"cause = ?, changed_at = {self._dialect.now_ms}", cause)
 
     def give_back(self, id: str, after_s: float | None, cause: str) -> Steps[None]:
-        """Take an attempt back, which reached nobody or was answered "not yet".
+        """Take an attempt back, which reached no instance or was answered "not yet".
 
         Args:
             after_s: when to ask again; None: after the interval.

@@ -28,7 +28,7 @@ _ROWS_OVERHEAD = 200
 
 
 class WaitingRow(NamedTuple):
-    """A row to be sent, without what is large.
+    """A row to be sent, without its large columns.
 
     Attributes:
         unit: rows of the same one become visible together; "": it stands alone.
@@ -81,7 +81,7 @@ class WaitingRows:
         self._dialect = dialect
         self._of_shards = f" AND shard IN ({', '.join(map(str, shards))})" if shards else ""
 
-    # --- what is to be sent --------------------------------------------------------------------
+    # --- rows to be sent -----------------------------------------------------------------------
 
     def select(self, count: int) -> Steps[list[WaitingRow]]:
         """Return the first `count` rows to be sent by position, and the others of their units."""

@@ -225,7 +225,7 @@ class MariadbSource:
         self._database = database
         self._skips_gaps = on_gap == "skip"
         self._gap = ""
-        """What was lost and is to be skipped."""
+        """Why changes are to be skipped."""
         self._reader: _Reader | None = None
         self._place: Place | None = None
 
@@ -268,7 +268,7 @@ class MariadbSource:
         return _Delivery(self._reader)
 
     async def delivered(self, delivery: Delivery) -> None:
-        """Remember the place: MariaDB keeps its log for as long as its settings say."""
+        """Remember the place: MariaDB keeps its log for the time in its settings."""
         assert isinstance(delivery, _Delivery)
         self._place = delivery.place
 

@@ -82,7 +82,8 @@ class RunningCapture:
         self._stack.push_async_callback(door.close)
         key = f"{name}/capture"
         writer = door.delivery_writer(f"{self._positions}.{name}.capture", self._positions, key)
-        pump = Pump(key, _Watched(source, self._delivered), RelaySink(door, writer), self._figures)
+        sink = RelaySink(door, writer, self._positions)
+        pump = Pump(key, _Watched(source, self._delivered), sink, self._figures)
         self._task = asyncio.create_task(pump.run(), name=f"txbroker {key}")
         self._task.add_done_callback(lambda _: self._moved.set())
         self._stack.push_async_callback(self._stop, pump)

@@ -36,7 +36,7 @@ class Trigger(Struct, frozen=True):
 
 
 class Found(Struct, frozen=True):
-    """What was found.
+    """The findings of `_look`.
 
     Attributes:
         columns: of each table that exists, with their place in the primary key, 0 if none.
