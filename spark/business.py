@@ -10,7 +10,6 @@ snapshot bounds: the time in its id decides, because a half message that is appe
 dedup window after that time is void. Transactions still open at the bounds are left to a later run.
 """
 
-import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from msgspec import Struct
 
 from txbroker.core.routing import make_id
 from txbroker.errors import ConfigurationError
+from txbroker.spark.jdbc import FETCH_ROWS, driver_class, ranges
 from txbroker.spark.schema import Terms
 
 if TYPE_CHECKING:
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 MESSAGE_WITHOUT_ROW = "message_without_row"
 ROW_WITHOUT_MESSAGE = "row_without_message"
 FINDINGS = (MESSAGE_WITHOUT_ROW, ROW_WITHOUT_MESSAGE)
-
-_FETCH_ROWS = 10_000
-"""Rows that a database returns at a time: the drivers' default is ten, or all of them."""
 
 
 class BusinessTable(Struct, frozen=True):
@@ -206,7 +203,13 @@ def _jdbc(spark: "SparkSession", business: BusinessTable, half_partitions: int) 
     Ids begin with their half partition, so ranges of ids are about equally large, and an index on
     the column helps.
     """
-    options = {"fetchsize": str(_FETCH_ROWS), "driver": _driver(spark, business)}
+    driver = driver_class(spark, business.source)
+    if not driver:
+        raise ConfigurationError(
+            f"{business.shown} cannot be read: Spark has no JDBC driver for it; name the driver's "
+            "package with --conf spark.jars.packages=GROUP:ARTIFACT:VERSION"
+        )
+    options = {"fetchsize": str(FETCH_ROWS), "driver": driver}
     if business.user:
         options["user"] = business.user
     if business.password:
@@ -219,35 +222,9 @@ def _jdbc(spark: "SparkSession", business: BusinessTable, half_partitions: int) 
     return reader.jdbc(business.source, business.table, predicates=predicates)
 
 
-def _driver(spark: "SparkSession", business: BusinessTable) -> str:
-    """Return the class of the driver for a URL.
-
-    Java itself only knows drivers that were there when it started, not those of packages.
-    """
-    jvm: Any = spark.sparkContext._jvm
-    kind = jvm.java.lang.Class.forName("java.sql.Driver")
-    loader = jvm.org.apache.spark.util.Utils.getContextOrSparkClassLoader()
-    drivers = jvm.java.util.ServiceLoader.load(kind, loader)
-    iterator = drivers.iterator()
-    while iterator.hasNext():
-        driver = iterator.next()
-        if driver.acceptsURL(business.source):
-            return str(driver.getClass().getName())
-    raise ConfigurationError(
-        f"{business.shown} cannot be read: Spark has no JDBC driver for it; name the driver's "
-        "package with --conf spark.jars.packages=GROUP:ARTIFACT:VERSION"
-    )
-
-
 def id_ranges(column: str, half_partitions: int) -> list[str]:
     """Return SQL conditions of which every row meets exactly one, in any collation."""
-    bounds = [f"'{make_id(number, 0, 0)}'" for number in range(1, half_partitions)]
-    if not bounds:
-        return ["1 = 1"]
-    between = [
-        f"{column} >= {low} AND {column} < {high}" for low, high in itertools.pairwise(bounds)
-    ]
-    return [f"{column} < {bounds[0]} OR {column} IS NULL", *between, f"{column} >= {bounds[-1]}"]
+    return ranges(column, [f"'{make_id(number, 0, 0)}'" for number in range(1, half_partitions)])
 
 
 # --- errors ----------------------------------------------------------

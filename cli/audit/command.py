@@ -1,4 +1,5 @@
-"""`txbroker audit`: Spark checks from the topics that every transaction ended as decided."""
+"""`txbroker audit`: Spark checks that every transaction, and every row of an outbox, ended as
+decided."""
 
 from collections.abc import Callable
 from functools import partial
@@ -192,6 +193,55 @@ def stream_command(
     if where == "cluster":
         context.exit(audits.send_to_cluster(spark, settings, context))
     audits.follow(settings, spark, ages_ms, checkpoint=checkpoint, every_s=every_s)
+
+
+@command.command("outbox")
+@click.argument("url", envvar="TXBROKER_DATABASE_URL")
+@setting_options(KAFKA_SETTINGS)
+@_seconds(
+    "--keep-s",
+    86_400.0,
+    "How long the relays keep finished rows: a younger record without a row is a stray.",
+)
+@click.option(
+    "--topic",
+    "topics",
+    metavar="NAME",
+    multiple=True,
+    help="Read this topic, too, of which the table has no row. Repeatable.",
+)
+@_SPARK_OPTIONS
+@object_output_option
+@click.pass_context
+def outbox_command(
+    context: click.Context,
+    /,
+    url: str,
+    config: Path | None,
+    topics: tuple[str, ...],
+    output: str,
+    **options: Any,
+) -> None:
+    """Compare the rows of an outbox with the records that its relays wrote.
+
+    URL is that of the database, as of `txbroker outbox create`. All topics of the rows are read
+    whole. Exit code 4: a row is not visible exactly once and unchanged, or a record has no
+    committed row.
+    """
+    from txbroker.cli.audit import run as audits
+    from txbroker.cli.audit.outbox import outbox_in_words, run_outbox, show_outbox
+
+    spark, where = audits.spark_settings(options)
+    keep_s = audits.seconds(options, "keep_s")
+    if where == "cluster":
+        raise click.UsageError(
+            "audit outbox reaches the database from this machine: leave --deploy-mode out"
+        )
+    summary = run_outbox(settings_from(config, options), spark, url, keep_s, topics)
+    show_outbox(summary, output)
+    click.echo(outbox_in_words(summary), err=True)
+    if summary.drift:
+        context.exit(DRIFT)
 
 
 @command.command("show")

@@ -2,8 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 
 import click
@@ -12,13 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from txbroker.cli.demo import consume, exactly_once
-from txbroker.cli.demo.shop import ORDERS, PAYMENTS, Order, messages_of, orders_in
+from txbroker.cli.demo import consume, exactly_once, outbox
+from txbroker.cli.demo.comparison import OrderComparison, compare
+from txbroker.cli.demo.shop import ORDERS, PAYMENTS, Order, orders_in
 from txbroker.cli.demo.stage import DemoEnvironment, Timeline, run_kafka, set_up
 from txbroker.cli.main import SuggestingGroup
 from txbroker.cli.proxy.serving import until_signal
 from txbroker.cli.run import CommandFailed, run_async
-from txbroker.kafka.tools.consumers import Seen, read_back
+from txbroker.kafka.tools.consumers import read_back
 from txbroker.proxy.observe.logging import configure_logging
 
 EXPECTED = {
@@ -69,50 +69,6 @@ async def play(stage: DemoEnvironment) -> None:
     await third.finish()
 
 
-@dataclass(frozen=True)
-class OrderComparison:
-    """One order in the database and in Kafka."""
-
-    number: str
-    story: str
-    exists: bool
-    messages: tuple[str, ...]
-    agree: bool
-
-
-def compare(
-    stories: Mapping[str, str], orders: Sequence[Order], seen: Sequence[Seen]
-) -> list[OrderComparison]:
-    """Return a comparison for each order that is expected, in the database, or in Kafka.
-
-    They agree if an existing order has each of its messages exactly once, unchanged, and a missing
-    order has none.
-    """
-    by_number = {order.number: order for order in orders}
-    messages: dict[str, list[Seen]] = {}
-    for message in seen:
-        key = "" if message.record.key is None else message.record.key.decode(errors="replace")
-        messages.setdefault(key, []).append(message)
-    numbers = sorted({*stories, *by_number, *messages})
-    return [
-        OrderComparison(
-            number,
-            stories.get(number, "not an order of this demo"),
-            number in by_number,
-            tuple(f"{one.topic}@{one.record.offset}" for one in messages.get(number, [])),
-            _agree(by_number.get(number), messages.get(number, [])),
-        )
-        for number in numbers
-    ]
-
-
-def _agree(order: Order | None, seen: Sequence[Seen]) -> bool:
-    expected = [] if order is None else [(m.topic, m.key, m.value) for m in messages_of(order)]
-    return sorted(expected, key=repr) == sorted(
-        ((one.topic, one.record.key, one.record.value) for one in seen), key=repr
-    )
-
-
 def table(lines: Sequence[OrderComparison]) -> Table:
     """Return the comparison as a table."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -137,7 +93,8 @@ def command(context: click.Context) -> None:
     Runs a real Apache Kafka, a proxy and processes of a small order service on SQLite, kills some
     of these at the worst moments, and then compares the orders in the database with the messages
     that consumers see. Exit code 1: they differ. All data is in a temporary folder. The first run
-    downloads Kafka (43 MB) into your cache. `demo consume` and `demo exactly-once` show consumers.
+    downloads Kafka (43 MB) into your cache. `demo consume` and `demo exactly-once` show consumers,
+    `demo outbox` shows relays.
     """
     if context.invoked_subcommand is None:
         _run(_show)
@@ -166,6 +123,18 @@ def exactly_once_command() -> None:
     they differ. All data is in a temporary folder.
     """
     _on_kafka(exactly_once.show)
+
+
+@command.command("outbox")
+def outbox_command() -> None:
+    """Watch killed relays deliver every committed order exactly once.
+
+    Runs a real Apache Kafka, processes of a shop that write orders and their messages into SQLite
+    in three ways, and processes of the relay that delivers the messages. Kills both again and
+    again, and compares the orders in the database with the messages that consumers see. Exit code
+    1: they differ. All data is in a temporary folder.
+    """
+    _on_kafka(outbox.show)
 
 
 def _run(show: Callable[[Path, Console], Coroutine[None, None, None]]) -> None:

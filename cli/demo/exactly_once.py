@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from txbroker.cli.demo.stage import STEP_TIMEOUT_S, Timeline
+from txbroker.cli.demo.stage import Timeline, event, running
 from txbroker.cli.demo.stock import AFTER_COMMIT, IN_TRANSACTION, PARTITIONS
-from txbroker.cli.run import CommandFailed, piped_module
+from txbroker.cli.run import CommandFailed
 from txbroker.config.settings import load_kafka_access
 from txbroker.core.records import Record
 from txbroker.databases import SQLite
@@ -92,13 +92,13 @@ async def show(kafka: str, folder: Path, timeline: Timeline, console: Console) -
     timeline.title("2. A process counts them in SQLite, and is killed at bad moments")
     for stop_at, after, outcome in KILLS:
         async with _counting(kafka, database, stop_at, after, timeline) as process:
-            event = await _event(process, stop_at)
-            timeline.show("stock", "paused", f"{stop_at} of message {event['message']}")
+            stopped = await event(process, stop_at)
+            timeline.show("stock", "paused", f"{stop_at} of message {stopped['message']}")
             process.kill()
             timeline.show("stock", "killed", outcome)
     timeline.title("3. A new process counts the rest")
     async with _counting(kafka, database, "", 0, timeline) as process:
-        await _event(process, "counted")
+        await event(process, "counted")
     lines = compare(await read_back(kafka, (TOPIC,)), stock_in(database))
     console.print(table(lines))
     if any(line.expected != line.counted for line in lines):
@@ -129,32 +129,10 @@ async def _counting(
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run a process of the service; it is killed at the end."""
     where = (kafka, TOPIC, GROUP, str(database))
-    process = await piped_module("txbroker.cli.demo.stock", *where, stop_at, str(after))
-    try:
-        await _event(process, "ready")
+    async with running("txbroker.cli.demo.stock", *where, stop_at, str(after)) as process:
+        await event(process, "ready")
         timeline.show("stock", "started", f"process {process.pid}, consumer group {GROUP}")
         yield process
-    finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        await process.wait()
-
-
-async def _event(process: asyncio.subprocess.Process, step: str) -> dict[str, str]:
-    """Return the event of a step.
-
-    Raises:
-        CommandFailed: the process ended before, or did not reach it.
-    """
-    assert process.stdout is not None
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(STEP_TIMEOUT_S):
-            async for line in process.stdout:
-                event: dict[str, str] = json.loads(line)
-                if event["step"] == step:
-                    return event
-    raise CommandFailed(f"the stock service did not reach {step!r}")
 
 
 def table(lines: Sequence[ItemComparison]) -> Table:

@@ -285,6 +285,35 @@ async def set_up(folder: Path, timeline: Timeline) -> AsyncIterator[DemoEnvironm
 
 
 @asynccontextmanager
+async def running(module: str, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a process of the demo; it is killed at the end."""
+    process = await piped_module(module, *arguments)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        await process.wait()
+
+
+async def event(process: asyncio.subprocess.Process, step: str) -> dict[str, str]:
+    """Return the event of a step, as `worker.report` writes it.
+
+    Raises:
+        CommandFailed: the process ended before, or did not reach it.
+    """
+    assert process.stdout is not None
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(STEP_TIMEOUT_S):
+            async for line in process.stdout:
+                found: dict[str, str] = json.loads(line)
+                if found["step"] == step:
+                    return found
+    raise CommandFailed(f"process {process.pid} of the demo did not reach {step!r}")
+
+
+@asynccontextmanager
 async def run_kafka(folder: Path) -> AsyncIterator[str]:
     """Run a Kafka with its data in `folder`; yield its bootstrap servers."""
     kafka = EmbeddedKafka(folder / "kafka", progress=BarProgress())

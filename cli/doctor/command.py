@@ -17,11 +17,12 @@ from txbroker.cli.client import ApiClient, client_options, tls_of
 from txbroker.cli.contexts import CredentialFiles, target_of
 from txbroker.cli.doctor.bundle import known_secrets, pack
 from txbroker.cli.doctor.report import (
-    CHECKS,
     DoctorReport,
+    Scope,
     as_json,
     as_prometheus,
     examine,
+    scope_of,
     summary,
     table,
 )
@@ -55,6 +56,18 @@ _PAUSE_S = 1.0
     multiple=True,
     metavar="URL",
 )
+@click.option(
+    "--database",
+    metavar="URL",
+    help="Check the outbox in this database and its relays; without --url or --proxy only them and "
+    "Kafka.",
+)
+@click.option(
+    "--capture",
+    type=FILE,
+    metavar="FILE",
+    help="Check the database of this capture in the same way.",
+)
 @env_option(
     "--wait",
     f"Repeat until nothing fails, at most for this time; without SECONDS {WAIT_S:g}.",
@@ -84,12 +97,14 @@ def command(
     client: ApiClient,
     config: Path | None,
     proxies: tuple[str, ...],
+    database: str | None,
+    capture: Path | None,
     wait_s: float | None,
     bundle: Path | None,
     output: str,
     **options: Any,
 ) -> None:
-    """Diagnose Kafka, topics, proxies, groups and transactions.
+    """Diagnose Kafka, topics, proxies, groups, transactions and relays.
 
     Every check shows its finding and, for a problem, a remedy and a page with more information.
     Changes nothing. Reads Kafka with a proxy's settings, and the proxies by --url. Without --kafka
@@ -101,6 +116,8 @@ def command(
     with usage_errors():
         for url in proxies:
             check_url("--proxy", url)
+        named = proxies or target_of(click.get_current_context()).source != "default"
+        scope = scope_of(database, capture, proxies=bool(named))
     credentials = _credentials(settings)
     token = _token(credentials)
     anonymous = credentials._replace(token_file=None, client_cert_file=None, client_key_file=None)
@@ -108,7 +125,7 @@ def command(
     if bundle is not None and bundle.exists():
         raise click.UsageError(f"--bundle {bundle} exists already: name another file")
     report, packed = asyncio.run(
-        _run(settings, [client.url, *proxies], token, tls, wait_s or 0.0, bundle)
+        _run(settings, [client.url, *proxies], token, tls, scope, wait_s or 0.0, bundle)
     )
     _show(report, output)
     if packed:
@@ -122,6 +139,7 @@ async def _run(
     urls: Sequence[str],
     token: str,
     tls: tuple[ClientTls, ClientTls],
+    scope: Scope,
     wait_s: float,
     bundle: Path | None,
 ) -> tuple[DoctorReport, list[str]]:
@@ -131,9 +149,9 @@ async def _run(
         proxies = HttpProxies(urls, headers, *tls)
         settings = await _with_kafka(settings, proxies)
         async with KafkaExamination(_kafka(settings)) as kafka:
-            subject = Subject(settings, kafka, proxies)
+            subject = Subject(settings, kafka, proxies, relays=scope.relays)
             try:
-                report = await examine(subject, CHECKS)
+                report = await examine(subject, scope.checks)
                 left_s = deadline - time.monotonic()
                 if report.healthy or left_s <= 0:
                     packed: list[str] = []

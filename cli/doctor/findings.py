@@ -35,6 +35,7 @@ class Section(StrEnum):
     TRANSACTIONS = "Transactions"
     AUDIT = "Audit"
     ACCESS = "Access"
+    RELAYS = "Relays"
 
 
 class Finding(Struct, frozen=True):

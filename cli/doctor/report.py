@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import NamedTuple
 
 import click
@@ -14,11 +15,14 @@ import msgspec
 from msgspec import Struct
 
 from txbroker import __version__
-from txbroker.cli.doctor import checks_access, checks_kafka, checks_proxies
+from txbroker.cli.doctor import checks_access, checks_kafka, checks_proxies, checks_relays
 from txbroker.cli.doctor.findings import CheckLevel, CheckResult, DoctorCheck, Finding
+from txbroker.cli.doctor.outbox import RelayTargets
 from txbroker.cli.doctor.subject import NotAllowed, Subject, Unavailable
 from txbroker.cli.output import clock, printable
+from txbroker.databases.urls import from_url
 from txbroker.errors import TxbrokerError
+from txbroker.relay.capture.plan import open_capture
 
 CHECKS = (
     *checks_kafka.book.checks,
@@ -31,6 +35,45 @@ CHECKS = (
     *checks_access.settings_book.checks,
     *checks_access.proxies_book.checks,
 )
+"""The checks of an installation of proxies."""
+RELAY_CHECKS = (
+    *checks_relays.book.checks,
+    *checks_relays.capture_book.checks,
+    *checks_relays.kafka_book.checks,
+)
+"""The checks of an outbox and of a capture, where they are named."""
+_KAFKA = ("kafka-reachable", "kafka-brokers", "kafka-version")
+
+
+class Scope(NamedTuple):
+    """The checks to run, and an outbox and a capture for those that need them."""
+
+    checks: Sequence[DoctorCheck]
+    relays: RelayTargets
+
+
+def scope_of(database: str | None, capture: Path | None, *, proxies: bool) -> Scope:
+    """Return the checks to run.
+
+    Args:
+        database: the URL of that of an outbox.
+        capture: the mapping file of a capture.
+        proxies: whether proxies are named.
+
+    Raises:
+        ConfigurationError: the URL or file is malformed, or the driver is not installed.
+    """
+    if database is None and capture is None:
+        return Scope(CHECKS, RelayTargets())
+    checks = [check for check in CHECKS if proxies or check.name in _KAFKA]
+    checks += [] if database is None else checks_relays.book.checks
+    checks += [] if capture is None else checks_relays.capture_book.checks
+    checks += checks_relays.kafka_book.checks
+    targets = RelayTargets(
+        None if database is None else from_url(database),
+        None if capture is None else open_capture(str(capture)),
+    )
+    return Scope(checks, targets)
 
 
 TIMEOUT_S = 15.0

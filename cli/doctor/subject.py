@@ -16,12 +16,14 @@ from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 
 from txbroker.cli.client import ApiConnection, ApiError
+from txbroker.cli.doctor.outbox import OutboxFacts, RelayTargets, outbox_facts
 from txbroker.config.settings import Settings
 from txbroker.contract.service import Overview
 from txbroker.door.consuming import TopicSpec
 from txbroker.errors import NotPermitted
 from txbroker.kafka.tools.examination import BrokerFacts, Cluster, KafkaExamination
 from txbroker.net.tls import ClientTls
+from txbroker.relay.capture.setup import Step
 
 T = TypeVar("T")
 
@@ -263,6 +265,8 @@ class Thresholds(Struct, frozen=True):
         transaction_s: duration of a Kafka transaction; longer than any promotion transaction.
         headroom_share: share of half's retention left for messages without a copy.
         audit_s: age of the newest audit.
+        relay_s: age of a committed row of an outbox.
+        undecided_s: age of an undecided one.
     """
 
     clocks_s: float = 1.0
@@ -271,6 +275,8 @@ class Thresholds(Struct, frozen=True):
     transaction_s: float = 60.0
     headroom_share: float = 0.4
     audit_s: float = 2 * 86400.0
+    relay_s: float = 60.0
+    undecided_s: float = 900.0
 
 
 class Subject:
@@ -284,6 +290,7 @@ class Subject:
         limits: Thresholds | None = None,
         now_s: Callable[[], float] = time.time,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        relays: RelayTargets | None = None,
     ) -> None:
         self.settings = settings
         self.kafka = kafka
@@ -291,6 +298,7 @@ class Subject:
         self.limits = limits or Thresholds()
         self.now_s = now_s
         self.pause = pause
+        self._relays = relays or RelayTargets()
         self._asked: dict[str, asyncio.Task[Any]] = {}
 
     @property
@@ -312,6 +320,25 @@ class Subject:
     async def found(self) -> dict[str, TopicSpec]:
         """Return txbroker's topics with their settings."""
         return await self._once("found", self.kafka.found)
+
+    async def outbox(self) -> OutboxFacts:
+        """Return the facts about the outbox of the named database."""
+        database = self._relays.database
+        if database is None:
+            raise Unavailable("no database is named: give one by --database")
+        return await self._once("outbox", lambda: outbox_facts(database))
+
+    async def capture_steps(self) -> list[Step]:
+        """Return what the named capture needs in its database."""
+        capture = self._relays.capture
+        if capture is None:
+            raise Unavailable("no capture is named: give one by --capture")
+        return await self._once("capture", capture.plan)
+
+    async def positions_topic(self) -> tuple[str, TopicSpec | None]:
+        """Return the topic of relays' positions, None where it does not exist."""
+        name = f"{self.settings.topic_prefix}.relay"
+        return name, (await self.kafka.specs((name,))).get(name)
 
     async def audit_news(self) -> dict[str, bytes]:
         return await self._once("audit", self.kafka.audit_news)

@@ -172,7 +172,7 @@ def around(reads: Sequence[TopicRead], far: FarRanges) -> tuple[list[TopicRead],
 
 
 def as_row(topic: str, partition: int, record: Record) -> tuple[Any, ...]:
-    """Return a record as a row of `extract.KAFKA`."""
+    """Return a record as a row of `topics.KAFKA`."""
     kind = int(getattr(record, "append_time", False))
     headers = list(record.headers) or None
     at = record.offset, record.timestamp_ms

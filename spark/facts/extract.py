@@ -11,11 +11,9 @@ table finds a fault that no single record shows.
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import msgspec
 from msgspec import Struct
@@ -26,13 +24,9 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from txbroker.spark import schema
-from txbroker.spark.access import AuditError, AuditKafka, TopicEnds
+from txbroker.spark.access import AuditKafka, TopicEnds
 from txbroker.spark.facts.bounds import (
     OVERFLOW,
-    FarRanges,
-    around,
-    as_row,
-    chunks,
     find_far,
     held,
     read_on,
@@ -44,25 +38,15 @@ from txbroker.spark.facts.messages import (
     op_facts,
     parked_facts,
     visible_facts,
-    with_at_ms,
     with_contents,
 )
+from txbroker.spark.facts.topics import TopicReader, count_of, in_words
 from txbroker.spark.folders import exists, names_in, remove, replace
 from txbroker.spark.schema import Facts, SnapshotBounds, Terms, TopicNames, TopicRead
-from txbroker.spark.session import setting, spread
+from txbroker.spark.session import spread
 
-_V1_SOURCES = "spark.sql.sources.useV1SourceList"
-_RECORDS_MIN, _RECORDS_MAX = 10_000, 500_000
-"""Bounds of a task's records; the lower one holds if all cores have work."""
 _BROADCAST_ROWS_MAX = 500_000
-_FETCH_BYTES = 8 << 20
 _CODEC = {"compression": "zstd", "parquet.compression.codec.zstd.level": "1"}
-
-KAFKA = """
-    key binary, value binary, topic string, partition int, offset bigint, at_ms bigint,
-    timestampType int, headers array<struct<key: string, value: binary>>
-"""
-"""A record of the Kafka source, with Kafka's timestamp."""
 
 
 class Extract(Struct, frozen=True):
@@ -108,6 +92,7 @@ class _Extraction:
         counted_from: SnapshotBounds | None,
     ) -> None:
         self._spark, self._access, self._names = spark, access, names
+        self._reader = TopicReader(spark, access)
         self._terms, self._folder, self._before = terms, folder.rstrip("/"), before
         self._was, self._counted_from = _by_topic(before), _by_topic(counted_from)
 
@@ -136,11 +121,11 @@ class _Extraction:
         self._write_op(op, op_clock, op_early.ends)
         tail = msgspec.structs.replace(whole_half, begins=half.ends)
         self._write_half(tail, half_clock, early=False)
-        named = self._named(half_clock, "NOT early") if _count(tail) else set()
+        named = self._named(half_clock, "NOT early") if count_of(tail) else set()
 
-        with spread(spark, _count(whole_half)):
+        with spread(spark, count_of(whole_half)):
             half_clock_ms = self._settle_half(half_clock, keys_before)
-        with spread(spark, _count(op)):
+        with spread(spark, count_of(op)):
             op_clock_ms = self._settle_op(op_clock)
         self._settle_plain("parked", names.parked)
         self._settle_plain("visible", None)
@@ -189,7 +174,7 @@ class _Extraction:
         anything in them. Those that are void by their `dedup_key` are not known yet.
         """
         rows = self._raw("half")
-        with _in_words():
+        with in_words():
             # Where append times go back, the log clock may still place a row within the window.
             if not rows.where("why IS NULL AND void = 'expired' AND clock_ms < id_ms").isEmpty():
                 surveyed = survey(rows, clock)
@@ -236,7 +221,7 @@ class _Extraction:
         path = self._path(name)
         there = names_in(self._spark, path)
         try:
-            self._append(name, facts(self._records(reads)))
+            self._append(name, facts(self._reader.records(reads)))
         except (Py4JJavaError, PySparkException) as error:
             far = find_far(self._access, reads) if OVERFLOW in str(error) else {}
             if not far:
@@ -244,63 +229,22 @@ class _Extraction:
             # Committers that move each task's files leave the files of a failed write.
             for left in set(names_in(self._spark, path)).difference(there):
                 remove(self._spark, f"{path}/{left}")
-            for records in self._around(reads, far):
+            for records in self._reader.around(reads, far):
                 self._append(name, facts(records))
 
     def _append(self, name: str, facts: DataFrame) -> None:
         columns = _types(name).names
         settling = [column for column in facts.columns if column not in columns]
-        with _in_words():
+        with in_words():
             rows = facts.select(*columns, *settling)
             rows.write.mode("append").options(**_CODEC).parquet(self._path(name))
-
-    def _around(self, reads: Sequence[TopicRead], far: FarRanges) -> Iterator[DataFrame]:
-        """Yield the records of topics; records on which Spark's connector fails are read in
-        this process."""
-        for part in around(reads, far):
-            yield self._records(part)
-        for (topic, partition), (first, last) in far.items():
-            for records in chunks(self._access, topic, partition, first, last):
-                rows = [as_row(topic, partition, record) for record in records]
-                yield self._spark.createDataFrame(rows, KAFKA)
-
-    def _records(self, reads: Sequence[TopicRead]) -> DataFrame:
-        reads = [read for read in reads if read.ends != read.begins]
-        if not reads:
-            return self._spark.createDataFrame([], KAFKA)
-        count = sum(map(_count, reads))
-        cores = self._spark.sparkContext.defaultParallelism
-        tasks = max(1, min(2 * cores, count // _RECORDS_MIN), count // _RECORDS_MAX)
-        options = {
-            **self._access.options,
-            "assign": _json({read.topic: list(range(len(read.ends))) for read in reads}),
-            "startingOffsets": _json({read.topic: _offsets(read.begins) for read in reads}),
-            "endingOffsets": _json({read.topic: _offsets(read.ends) for read in reads}),
-            "failOnDataLoss": "true",
-            "includeHeaders": "true",
-            "kafka.isolation.level": "read_committed",
-            # Kafka's default of 1 MiB needs eight times as many fetches.
-            "kafka.max.partition.fetch.bytes": str(_FETCH_BYTES),
-            "minPartitions": str(tasks),
-        }
-        return with_at_ms(self._load(options))
-
-    def _load(self, options: Mapping[str, str]) -> DataFrame:
-        """Load the Kafka source through its newer interface.
-
-        The older one, the default for batches, creates an object for each header.
-        """
-        sources = (self._spark.conf.get(_V1_SOURCES) or "").split(",")
-        others = ",".join(source for source in sources if source != "kafka")
-        with setting(self._spark, _V1_SOURCES, others), _in_words():
-            return self._spark.read.format("kafka").options(**options).load()
 
     # --- settling ----------------------------------------------------------------------------
 
     def _settle_half(self, clock: LogClock, keys_before: DataFrame | None) -> tuple[int, ...]:
         """Apply the rules that no single record decides; return the log clock at the end."""
         rows = self._raw("half")
-        with _in_words():
+        with in_words():
             surveyed = survey(rows, clock)
             broken, keys = rows.agg(F.count("why"), F.count("dedup")).first() or (0, 0)
             if broken:
@@ -330,7 +274,7 @@ class _Extraction:
     def _settle_op(self, clock: LogClock) -> tuple[int, ...]:
         """Apply the rules that no single record decides; return the log clock at the end."""
         rows = self._raw("op")
-        with _in_words():
+        with in_words():
             surveyed = survey(rows, clock)
             contents = F.count_if((F.col("contents_count") > 0) | F.col("content").isNotNull())
             broken, contained = rows.agg(F.count("why"), contents).first() or (0, 0)
@@ -350,7 +294,7 @@ class _Extraction:
 
     def _settle_plain(self, name: str, topic: str | None) -> None:
         rows = self._raw(name)
-        with _in_words():
+        with in_words():
             if rows.where("why IS NOT NULL").isEmpty():
                 return
             self._set_aside(rows, topic)
@@ -388,10 +332,6 @@ def _mark_void(half: DataFrame, voids: DataFrame, count: int) -> DataFrame:
     return joined.withColumn("void", F.coalesce("void", "by_key")).drop("by_key")
 
 
-def _count(read: TopicRead) -> int:
-    return sum(read.ends) - sum(read.begins)
-
-
 def _by_topic(cut: SnapshotBounds | None) -> dict[str, TopicRead]:
     if cut is None:
         return {}
@@ -402,61 +342,6 @@ def _types(name: str) -> StructType:
     types = StructType.fromDDL(getattr(schema, name.upper()))
     assert isinstance(types, StructType)
     return types
-
-
-def _offsets(of: Sequence[int]) -> dict[str, int]:
-    return {str(partition): offset for partition, offset in enumerate(of)}
-
-
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
-
-
-# --- what goes wrong -------------------------------------------------------------------------
-
-TAKEN_BY_RETENTION = (
-    r"(?:OffsetOutOfRange|DATA_LOSS|data may have been lost|aged out|PARTITION_OFFSET_CHANGED)"
-)
-"""Spark's errors for records that were removed before it read them."""
-_SENTENCES = (
-    (
-        r"Not authorized to access topics: \[?([^\]\s]*)",
-        "no right to topic {}: grant Describe and Read on it to the audit",
-    ),
-    (
-        r"Not authorized to access group: (\S+)",
-        "no right to the consumer group {}: Spark reads with groups of that prefix; grant Read on "
-        "them to the audit",
-    ),
-    (
-        TAKEN_BY_RETENTION,
-        "retention removed records while the audit read them: run it again; if this error returns, "
-        "lengthen the topics' retention beyond the duration of an audit",
-    ),
-    (
-        r"(?:UnknownTopicOrPartition|does not host this topic)",
-        "a topic was deleted while it was read: run the audit again",
-    ),
-    (
-        r"(?:Timeout of \d+ms expired before the position|Failed to construct kafka consumer|"
-        r"kafka\.common\.errors\.(?:Timeout|Disconnect|SaslAuth|SslAuth)\w*)",
-        "Kafka did not answer Spark: check that Spark's executors can reach the brokers",
-    ),
-)
-
-
-@contextmanager
-def _in_words() -> Iterator[None]:
-    """Turn Kafka's refusals to Spark into an `AuditError` with the next step; other errors pass."""
-    try:
-        yield
-    except (Py4JJavaError, PySparkException) as error:
-        text = str(error)
-        for pattern, sentence in _SENTENCES:
-            match = re.search(pattern, text)
-            if match:
-                raise AuditError(sentence.format(*match.groups())) from error
-        raise
 
 
 # --- the log clock, and half messages void by their `dedup_key` ----------------------------------

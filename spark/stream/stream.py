@@ -30,7 +30,7 @@ from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
 from txbroker.kafka.tools.audit_results import KafkaDrift
 from txbroker.spark.access import AuditError, AuditKafka, TopicEnds, publish
 from txbroker.spark.facts.bounds import OVERFLOW
-from txbroker.spark.facts.extract import TAKEN_BY_RETENTION
+from txbroker.spark.facts.topics import TAKEN_BY_RETENTION
 from txbroker.spark.judge.rows import ALWAYS, can_be_topic
 from txbroker.spark.schema import RunSummary, Terms, TopicNames
 from txbroker.spark.session import in_words, spread

@@ -12,6 +12,7 @@ import yaml
 from tests.alerts import promql
 from txbroker.consumer.statistics import METRICS, ConsumerMetric
 from txbroker.proxy.observe.metrics import Described, Metrics
+from txbroker.relay.metrics import METRICS as RELAY_METRICS
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "charts/txbroker/files"
@@ -38,6 +39,9 @@ ALERTS = [
     "AuditStale",
     "ConsumerStuck",
     "ConsumerSetAside",
+    "RelayStalled",
+    "RelayErrors",
+    "SlotHoldingLog",
 ]
 
 
@@ -48,7 +52,7 @@ def rules() -> list[dict[str, Any]]:
 
 RULES = rules()
 NAMES = {rule["alert"] for rule in RULES}
-DESCRIBED: list[Described | ConsumerMetric] = [*Metrics().described(), *METRICS]
+DESCRIBED: list[Described | ConsumerMetric] = [*Metrics().described(), *METRICS, *RELAY_METRICS]
 KNOWN = promql.series({one.name: (one.kind, one.labels) for one in DESCRIBED})
 PAGES = sorted(path for path in RUNBOOKS.glob("*.md") if path.name != "README.md")
 

@@ -29,7 +29,7 @@ def promtool(*words: str, folder: Path = FILES) -> tuple[int, str]:
     [
         pytest.param(
             ("check", "rules", "--lint-fatal", "alerts.yaml"),
-            "SUCCESS: 19 rules found",
+            "SUCCESS: 22 rules found",
             id="rules are valid",
         ),
         pytest.param(("test", "rules", "alerts_test.yaml"), "SUCCESS", id="unit tests pass"),
@@ -57,6 +57,9 @@ CHANGES = {
     "> 2 * 86400": "> 3 * 86400",
     "unfinished_seconds) > 900": "unfinished_seconds) > 9000",
     "(txbroker_consumer_aside_keys) > 0": "(txbroker_consumer_aside_keys) > 3",
+    ") > 60\n        for: 2m": ") > 600\n        for: 2m",
+    '{state="MESSAGE_ERROR"}) > 0': '{state="MESSAGE_ERROR"}) > 3',
+    "> 1073741824": "> 10737418240",
 }
 """A change to each alert that makes it miss its trouble."""
 

@@ -14,11 +14,13 @@ from tests.kit.doctor import ONE, TWO, World
 from tests.kit.secret_files import secret_file
 from txbroker.cli.contexts import CredentialFiles
 from txbroker.cli.doctor import checks_kafka, command
-from txbroker.cli.doctor.report import CHECKS
+from txbroker.cli.doctor.report import CHECKS, scope_of
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
+from txbroker.databases.urls import from_url
 from txbroker.errors import KafkaUnavailable
 from txbroker.net.tls import ClientTls
+from txbroker.relay import Outbox
 
 Call = Callable[..., Result]
 
@@ -97,6 +99,17 @@ def test_all_is_well(call: Call, given: Given) -> None:
     assert given.urls == (ONE, TWO)
     assert given.kafka.bootstrap_servers == ("k1:1", "k2:2")
     assert given.kafka.client_id == "txbroker-doctor"
+
+
+def test_database_adds_relays_or_is_checked_alone(call: Call, world: World, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/shop.db"
+    Outbox(from_url(url, create_tables=True)).create()
+    for arguments, proxies in ((("--url", ONE), True), ((), False)):
+        checks = scope_of(url, None, proxies=proxies).checks
+        done = call("--database", url, "-o", "json", *arguments)
+        assert done.code == 0, done.err
+        assert [one["name"] for one in done.json["checks"]] == [one.name for one in checks]
+    assert call("--database", "nothing").code == 2
 
 
 def test_failing_check_exits_with_1(call: Call, world: World) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from txbroker.cli.doctor.findings import MANUAL, DoctorCheck
-from txbroker.cli.doctor.report import CHECKS
+from txbroker.cli.doctor.report import CHECKS, RELAY_CHECKS
 
 ROOT = Path(__file__).parents[2]
+ALL = (*CHECKS, *RELAY_CHECKS)
 
 
 def rows() -> list[tuple[str, str, str]]:
@@ -25,17 +26,17 @@ def rows() -> list[tuple[str, str, str]]:
 
 
 def test_manual_lists_the_checks() -> None:
-    assert rows() == [(str(one.section), one.name, one.title) for one in CHECKS]
+    assert rows() == [(str(one.section), one.name, one.title) for one in ALL]
 
 
 def test_names_are_unique_and_hints_are_sentences() -> None:
-    assert len({one.name for one in CHECKS}) == len(CHECKS)
-    assert [one.name for one in CHECKS if not re.fullmatch(r"[A-Z`].*\.", one.hint)] == []
-    known = {one.name for one in CHECKS}
-    assert [one.name for one in CHECKS if not known.issuperset(one.needs)] == []
+    assert len({one.name for one in ALL}) == len(ALL)
+    assert [one.name for one in ALL if not re.fullmatch(r"[A-Z`].*\.", one.hint)] == []
+    known = {one.name for one in ALL}
+    assert [one.name for one in ALL if not known.issuperset(one.needs)] == []
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda one: one.name)
+@pytest.mark.parametrize("check", ALL, ids=lambda one: one.name)
 def test_every_link_exists(check: DoctorCheck) -> None:
     page, _, anchor = check.doc.partition("#")
     text = (ROOT / page).read_text()

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from txbroker.cli.demo.command import EXPECTED, compare
+from txbroker.cli.demo.command import EXPECTED
+from txbroker.cli.demo.comparison import compare
 from txbroker.cli.demo.shop import Order, messages_of
 from txbroker.core.records import Record
 from txbroker.kafka.tools.consumers import Seen

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from txbroker.cli.doctor.findings import CheckLevel, CheckResult
+from txbroker.cli.doctor.outbox import RelayTargets
 from txbroker.cli.doctor.report import CHECKS, DoctorReport, examine
 from txbroker.cli.doctor.subject import (
     ReadyAnswer,
@@ -108,6 +109,10 @@ class FakeKafka:
     async def found(self) -> dict[str, TopicSpec]:
         self._fail()
         return self.topics
+
+    async def specs(self, names: tuple[str, ...]) -> dict[str, TopicSpec]:
+        self._fail()
+        return {name: self.topics[name] for name in names if name in self.topics}
 
     async def contradictions(self, found: Mapping[str, TopicSpec]) -> list[str]:
         self._fail()
@@ -257,11 +262,19 @@ class World:
         self.limits = Thresholds()
         self.settings = settings()
 
-    def subject(self) -> Subject:
+    def subject(self, relays: RelayTargets | None = None) -> Subject:
         async def at_once(_seconds: float) -> None:
             pass
 
-        return Subject(self.settings, self.kafka, self.proxies, self.limits, lambda: NOW_S, at_once)
+        return Subject(
+            self.settings,
+            self.kafka,
+            self.proxies,
+            self.limits,
+            lambda: NOW_S,
+            at_once,
+            relays,
+        )
 
     async def examine(self, **options: Any) -> DoctorReport:
         subject = self.subject()

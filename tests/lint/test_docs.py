@@ -23,6 +23,7 @@ from txbroker.consumer.statistics import METRICS
 from txbroker.contract.service import PartitionState
 from txbroker.kafka.door.pipelined_writer import _CAUSES as CAUSES
 from txbroker.proxy.observe.metrics import Metrics
+from txbroker.relay.metrics import METRICS as RELAY_METRICS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -172,7 +173,7 @@ def test_make_targets_and_scripts_exist() -> None:
 
 
 def test_metrics_in_pages_exist() -> None:
-    shown = {one.name for one in Metrics().described()} | {one.name for one in METRICS}
+    shown = {one.name for one in (*Metrics().described(), *METRICS, *RELAY_METRICS)}
     # Those of the doctor, and other things that are called so: fixtures, a table.
     for path in committed("cli/**/*.py", "txbroker/**/*.py"):
         shown |= set(re.findall(r"\btxbroker_[a-z_]+", path.read_text()))

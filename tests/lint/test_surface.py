@@ -30,6 +30,7 @@ from txbroker.errors import request_errors
 from txbroker.proxy.http.api import operations
 from txbroker.proxy.http.operations import describe
 from txbroker.proxy.observe.metrics import Metrics
+from txbroker.relay.metrics import METRICS as RELAY_METRICS
 
 SURFACE = Path(__file__).with_name("surface.txt")
 MODULES = ("sdk", "errors", "testing.broker", "testing.plugin")
@@ -97,7 +98,7 @@ def errors() -> Iterator[str]:
 
 def metrics() -> Iterator[str]:
     """Yield each metric with its type and labels."""
-    for one in (*Metrics().described(), *METRICS):
+    for one in (*Metrics().described(), *METRICS, *RELAY_METRICS):
         yield f"{one.name} {one.kind} {','.join(one.labels)}"
 
 

@@ -220,7 +220,7 @@ class World:
         self.kafka.set_message_bytes_max("small", SMALL_BYTES)
 
     def take(self, owner: str, shard: int) -> None:
-        """Let a relay take the lease of a shard, also from its owner."""
+        """Let a relay take the lease of a shard from any other."""
         self.session.execute(
             Query("UPDATE txbroker_relay SET owner = ? WHERE shard = ?", (owner, shard))
         )
@@ -397,7 +397,7 @@ class World:
         return int(found.rows[0][0])
 
     def judge(self) -> Iterator[str]:
-        """Yield all faults found."""
+        """Yield broken invariants."""
         states: dict[str, str] = {
             row[0]: row[1]
             for row in self.session.execute(Query("SELECT id, state FROM txbroker_outbox")).rows
@@ -487,7 +487,7 @@ class OutboxInMemory:
 
 
 async def run_schedules(seeds: range) -> dict[int, list[str]]:
-    """Run schedules; return the faults found in the first bad ones, by seed."""
+    """Run schedules; return broken invariants of the first bad ones, by seed."""
     wrong: dict[int, list[str]] = {}
     database = OutboxInMemory()
     for seed in seeds:

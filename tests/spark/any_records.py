@@ -50,7 +50,7 @@ NAMES = ("", "a", "ab", "b", "txb-v", "txb-id", "txb-seq", "txb-ts", "ä")
 
 def frame(spark: SparkSession, records: Iterable[Record], topic: str = "t") -> DataFrame:
     """Return records as the Kafka source gives them; the offset is the place in the sequence."""
-    from txbroker.spark.facts.extract import KAFKA
+    from txbroker.spark.facts.topics import KAFKA
 
     rows = [as_row(topic, PARTITION, each) for each in stored(records)]
     return spark.createDataFrame(rows, KAFKA)

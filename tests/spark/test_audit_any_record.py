@@ -219,7 +219,7 @@ def audit(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., RunSummary]:
     def audited(logs: Any, name: str, mode: str = "incremental") -> RunSummary:
-        load = "txbroker.spark.facts.extract._Extraction._load"
+        load = "txbroker.spark.facts.topics.TopicReader._load"
         monkeypatch.setattr(load, lambda stage, options: logs.load(options))
         folder = tmp_path / name
         settings = AuditSettings(str(folder / "out"), folder, NAMES, mode=mode)  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ class DeliveryWriter(Protocol):
         """
 
     async def abort(self) -> None:
-        """Drop all that was written since the last commit.
+        """Drop all messages written since the last commit.
 
         Raises:
             WriterFenced, KafkaUnavailable

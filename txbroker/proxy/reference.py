@@ -16,6 +16,7 @@ from txbroker.errors import request_errors
 from txbroker.proxy.http.api import SESSION_PATH, operations
 from txbroker.proxy.http.operations import Operation, describe
 from txbroker.proxy.observe.metrics import Described, Metrics
+from txbroker.relay.metrics import METRICS as RELAY_METRICS
 
 _NOTICE = "<!-- Written by `python -m txbroker.proxy.reference`; edit the code instead. -->\n"
 
@@ -204,6 +205,14 @@ def _metrics() -> str:
         "| metric | type | labels | description |",
         "| --- | --- | --- | --- |",
         *map(_metric, METRICS),
+        "",
+        "## Relays",
+        "Those that a relay exports in its own process, of an outbox or a capture. Several relays "
+        "of one outbox count the same rows.",
+        "",
+        "| metric | type | labels | description |",
+        "| --- | --- | --- | --- |",
+        *map(_metric, RELAY_METRICS),
     ]
     return "\n".join(lines) + "\n"
 

@@ -27,6 +27,7 @@ T = TypeVar("T")
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _PAUSE_S, _PAUSE_MAX_S = 0.1, 10.0
+_ABORT_S = 5.0
 
 
 class PumpEvents:
@@ -136,6 +137,13 @@ class Pump:
             await self._sink.abort()  # earlier pieces may be written
             await self._source.refused(delivery, error.refusals)
             return
+        except KafkaUnavailable:
+            raise  # the next claim aborts
+        except BaseException:
+            # Readers of its topics would wait until the transaction times out.
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self._sink.abort(), _ABORT_S)
+            raise
         failpoint("relay.committed")
         await self._source.delivered(delivery)
         failpoint("relay.delivered")

@@ -97,7 +97,7 @@ class RelaySink:
         self._written = written
 
     async def abort(self) -> None:
-        """Drop all written messages of a delivery; see `DeliveryWriter.abort`."""
+        """Drop the written messages of a delivery; see `DeliveryWriter.abort`."""
         self._written.clear()
         await self._writer.abort()
 

@@ -238,7 +238,7 @@ class Fleet:
         return [*found, *(["kafka paused"] if self._kafka_pid else [])]
 
     async def inject(self, kind: str) -> None:
-        """Inject a fault, and wait until all rows committed before its end are delivered."""
+        """Inject a fault, and wait until all that committed before its end is delivered."""
         if kind.startswith(("killed at ", "stopped at ")):
             way, point = kind.split(" at ")
             await self._at(point, stops=way == "stopped")
@@ -327,7 +327,7 @@ class Fleet:
             changes, self.shop.txns, records, queued, positions, self.case.shards, self._samples
         )
         if self._watch is not None and not self._samples:
-            self.wrong.append("the slot was never looked at")
+            self.wrong.append("no instance looked at the slot")
         return len(changes), await asyncio.to_thread(Judge(found).judge)
 
     def _read(self) -> tuple[list[str], list[Rec]]:

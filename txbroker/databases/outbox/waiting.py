@@ -132,7 +132,7 @@ class WaitingRows:
         )
         return [FullRow(*row) for row in found.rows]
 
-    # --- what became of them -------------------------------------------------------------------
+    # --- their outcomes ------------------------------------------------------------------------
 
     def mark(self, positions: Iterable[int]) -> Steps[int]:
         """Note that rows are visible; return how many were not marked before."""

@@ -210,7 +210,11 @@ class KafkaExamination(ClientOwner):
         Raises:
             ConfigurationError: no right to describe a topic.
         """
-        return await own.find(self._admin, self.settings.own_topics + self.settings.audit_topics)
+        return await self.specs(self.settings.own_topics + self.settings.audit_topics)
+
+    async def specs(self, names: tuple[str, ...]) -> dict[str, TopicSpec]:
+        """Return those of the named topics that exist, with their settings; see `found`."""
+        return await own.find(self._admin, names)
 
     async def contradictions(self, found: Mapping[str, TopicSpec]) -> list[str]:
         """Return, as sentences, why txbroker cannot work with its topics."""

@@ -75,6 +75,9 @@ class Concern:
 NOT_HERE = {
     "TxBrokerConsumerStuck": "consumers export it: run `txbroker consumers show GROUP`",
     "TxBrokerConsumerSetAside": "consumers export it: run `txbroker consumers aside GROUP`",
+    "TxBrokerRelayStalled": "relays export it: run `txbroker outbox list URL`",
+    "TxBrokerRelayErrors": "relays export it: run `txbroker outbox list URL`",
+    "TxBrokerSlotHoldingLog": "captures export it: run `txbroker capture plan FILE`",
 }
 """Alerts on facts that no proxy knows, with where to look instead. Of `TxBrokerNotReady` the page
 cannot show the case that no proxy runs: then there is no page, and `txbroker top` reports it."""
