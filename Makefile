@@ -170,6 +170,7 @@ docs: $(VENV)/.dev ## Renew the reference pages, the dashboard, and schema and t
 	@$(BIN)/python -m txbroker.cli.reference > docs/reference/cli.md
 	@$(BIN)/python -m tests.faults.crash_cases > docs/reference/failpoints.md
 	@$(BIN)/python -m tests.faults.cluster.runs_table docs/reference/fault-runs.jsonl > docs/reference/fault-runs.md
+	@$(BIN)/python -m tests.faults.relays.soak --table
 	@$(BIN)/python -m tests.lint.test_surface > tests/lint/surface.txt
 	@$(BIN)/python charts/dashboard.py > charts/txbroker/files/dashboard.json
 	@$(BIN)/python charts/schema.py > charts/txbroker/values.schema.json

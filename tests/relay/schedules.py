@@ -48,7 +48,8 @@ KEYS = (b"a", b"b", b"c", None)
 RETRIES = Retries(3, (0.05, 0.2))
 STEPS, SETTLED_STEPS, AFTER_STEPS = 80, 3000, 20
 WRONG_MAX = 3
-_LOST, _CRASH, _START, _LATE, _DENIED = 0.03, 0.02, 0.05, 0.01, 0.01
+_LOST, _CRASH, _START, _LATE, _DENIED = 0.03, 0.02, 0.08, 0.01, 0.01
+_PAUSE = 0.5
 _STAYS = (0.5, 0.8, 0.95)
 """Of a schedule: how likely the same relay does the next step."""
 _REFUSING = (("ready",), ("ready", "ready", "ready", "late", "small"), ("ready", "late", "small"))
@@ -91,6 +92,7 @@ class Relay:
 
     def __init__(self, world: World, shard: int) -> None:
         self.shard = shard
+        self.pauses_to = 0
         self._world = world
         self._next: asyncio.Future[None] | None = None
         self._over = False
@@ -103,7 +105,7 @@ class Relay:
         world.take(leases.owner, shard)
         thread = cast(DatabaseThread, self)
         source = OutboxSource(named, rows, thread, self, RETRIES, lambda: leases.owned(shard))
-        sink = RelaySink(cast(Any, world), self._writer, "positions")
+        sink = RelaySink(cast(Any, world), self._writer, POSITIONS)
         self.task = asyncio.ensure_future(self._run(Pump("outbox", source, sink, PumpEvents())))
 
     async def _run(self, pump: Pump) -> None:
@@ -164,6 +166,7 @@ class Relay:
             return call()
         finally:
             self._world.look()
+            self.pauses_to = self._world.pause()
 
     # --- its wakeups ---------------------------------------------------------------------------
 
@@ -234,6 +237,11 @@ class World:
         if self._faults and self.fate.random() < _LOST:
             raise error("no answer")
 
+    def pause(self) -> int:
+        """Return until which step a relay does nothing, after it has called Kafka."""
+        long = self._faults and self.fate.random() < _PAUSE
+        return self._step + self.fate.randrange(40) if long else 0
+
     def lost_reply(self) -> LostReply | None:
         """Return what happens to the next commit if its answer is lost."""
         if not self._faults or self.fate.random() > 2 * _LOST:
@@ -289,8 +297,9 @@ class World:
         """Let one relay do a step, mostly the same one for a while: the others pause."""
         self._database.now_ms += self.fate.randrange(40)
         current = self._current
-        if current not in self.relays or self.fate.random() > self._stay:
-            current = self.fate.choice(self.relays) if self.relays else None
+        awake = [relay for relay in self.relays if relay.pauses_to <= self._step] or self.relays
+        if current not in awake or self.fate.random() > self._stay:
+            current = self.fate.choice(awake) if awake else None
         if current is not None:
             self._current = current
             await self._wait_after(current.go)
@@ -444,7 +453,7 @@ def _precedes(first: Seen, second: Seen) -> bool:
 
 
 class OutboxInMemory:
-    """The tables of an outbox, with a clock of their own."""
+    """The tables of an outbox, with a separate clock."""
 
     def __init__(self) -> None:
         self.now_ms = 1_700_000_000_000

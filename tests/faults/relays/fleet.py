@@ -232,8 +232,8 @@ class Fleet:
     def kinds(self) -> list[str]:
         """Return the names of all faults that this fleet can have."""
         found = [*(f"killed at {point}" for point in MOMENTS), "killed", "answers lost"]
-        found += [f"stopped at {point}" for point in STOPS]
-        if self.server is not None:
+        if self.server is not None:  # a process that is stopped may have a file's only lock
+            found += [f"stopped at {point}" for point in STOPS]
             found += ["database killed", "database restarted", "database paused"]
         return [*found, *(["kafka paused"] if self._kafka_pid else [])]
 
