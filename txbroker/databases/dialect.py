@@ -259,7 +259,8 @@ POSTGRESQL = Dialect(
     draw_identity="",
     next_identity="DEFAULT",
     random_id="CAST(gen_random_uuid() AS text)",
-    transaction_id="CAST(pg_current_xact_id() AS text)",
+    # As texts they have the order in which they were assigned.
+    transaction_id="lpad(CAST(pg_current_xact_id() AS text), 20, '0')",
     columns=(
         "SELECT CAST(attname AS text), format_type(atttypid, NULL) FROM pg_attribute "
         "WHERE attrelid = to_regclass(CAST(? AS text)) AND attnum > 0 AND NOT attisdropped"

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
-from txbroker.databases.dialect import MARIADB, POSTGRESQL, Dialect
+from txbroker.databases.dialect import POSTGRESQL, Dialect
 from txbroker.databases.steps import Query, Steps
 from txbroker.databases.tables import TableSet, table_sql
 from txbroker.errors import ConfigurationError
@@ -93,9 +93,13 @@ _INDEXES = {
     "errors": f"(position) WHERE state = '{MESSAGE_ERROR}'",
 }
 """A query uses one of them only if it has the same conditions."""
-_UNIT_INDEX = {"unit": f"(unit) WHERE {_READY}"}
-"""Not on SQLite, where the rows of a transaction have adjacent positions."""
+_POSTGRES_INDEXES = _INDEXES | {"ready": f"(unit, position, shard) WHERE {_READY}"}
 _MARIADB_INDEXES = {"ready": "(state, next_at, position, shard)", "unit": "(unit)"}
+_ALL_INDEXES = {
+    "sqlite": _INDEXES,
+    "postgresql": _POSTGRES_INDEXES,
+    "mariadb": _MARIADB_INDEXES,
+}
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 
@@ -134,9 +138,7 @@ def _statements(name: str, dialect: Dialect) -> Iterator[str]:
     for table in (RELAY, OUTBOX):
         columns = _declared(_TABLES[table]) + (f", {_SOUND}" if table == OUTBOX else "")
         yield table_sql(table, columns, dialect, **_defaults(dialect))
-    indexes = _MARIADB_INDEXES if dialect is MARIADB else _INDEXES
-    if dialect is POSTGRESQL:
-        indexes = indexes | _UNIT_INDEX
+    indexes = _ALL_INDEXES[dialect.name]
     for index, columns in indexes.items():
         yield f"CREATE INDEX IF NOT EXISTS {OUTBOX}_{index} ON {OUTBOX} {columns}"
     if dialect is POSTGRESQL:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from txbroker.databases.dialect import MARIADB, SQLITE, Dialect
+from txbroker.databases.dialect import MARIADB, POSTGRESQL, Dialect
 from txbroker.databases.outbox.table import OUTBOX
 from txbroker.databases.steps import Query, Steps
 
@@ -85,45 +85,47 @@ class WaitingRows:
 
     def select(self, count: int) -> Steps[list[WaitingRow]]:
         """Return the first `count` rows to be sent by position, and the others of their units."""
-        found = yield Query(self._select(f"ORDER BY position LIMIT {count}"))
+        dialect = self._dialect
+        # On PostgreSQL in the order in which transactions began to write: it fits that of keys, and
+        # has the rows of a unit beside each other, as the order of positions has on SQLite.
+        order = "unit, position" if dialect is POSTGRESQL else "position"
+        found = yield Query(self._select(f"ORDER BY {order} LIMIT {count}"))
         rows = [_waiting(row) for row in found.rows]
-        if len(rows) < count:
-            return rows
-        last = rows[-1].position
-        if self._dialect is SQLITE:  # transactions that write follow each other
-            unit = rows[-1].unit
+        if len(rows) == count:
+            for condition, values in self._rest(rows):
+                more = yield Query(self._select(f"{condition} ORDER BY position"), values)
+                rows += [_waiting(row) for row in more.rows]
+        rows.sort()
+        return rows
+
+    def _rest(self, rows: Sequence[WaitingRow]) -> Iterator[tuple[str, Sequence[Any]]]:
+        """Yield conditions and values of the rows that complete the units of selected ones."""
+        last, unit = rows[-1].position, rows[-1].unit
+        if self._dialect is MARIADB:
+            units = list({row.unit for row in rows if row.unit})
+            for begin in range(0, len(units), _UNITS):
+                some = units[begin : begin + _UNITS]
+                yield f"AND position > {last} AND unit IN ({', '.join('?' * len(some))})", some
+        elif unit and self._dialect is POSTGRESQL:
+            yield f"AND unit = ? AND position > {last}", (unit,)
+        elif unit:
             other = (
                 f"SELECT position FROM {OUTBOX} WHERE {_READY} AND position > {last} "
                 "AND unit <> ? ORDER BY position LIMIT 1"
             )
-            condition = f"AND position > {last} AND unit = ? AND position < COALESCE(({other}), ?)"
-            queries: list[tuple[str, tuple[Any, ...]]] = []
-            if unit:
-                queries = [(condition, (unit, unit, _POSITION_MAX))]
-        else:
-            units = list({row.unit for row in rows if row.unit})
-            pieces = [units[begin : begin + _UNITS] for begin in range(0, len(units), _UNITS)]
-            # A sum, or the index of ready rows is read to its end where statistics are old.
-            queries = [
-                (
-                    f"AND position + 0 > {last} AND unit IN ({', '.join('?' * len(some))})",
-                    tuple(some),
-                )
-                for some in pieces
-            ]
-        for condition, values in queries:
-            more = yield Query(self._select(f"{condition} ORDER BY position"), values)
-            rows += [_waiting(row) for row in more.rows]
-        rows.sort()
-        return rows
+            end = f"position < COALESCE(({other}), ?)"
+            values = (unit, unit, _POSITION_MAX)
+            yield f"AND position > {last} AND unit = ? AND {end}", values
 
     def _select(self, condition: str) -> str:
         now_ms = self._dialect.now_ms
+        # MariaDB may take the other index, and read all waiting rows.
+        hint = f" FORCE INDEX ({OUTBOX}_unit)" if "unit IN" in condition else ""
         return (
             "SELECT position, unit, order_key, message_key, "
             "COALESCE(LENGTH(message_value), 0) + LENGTH(headers), "
             f"CASE WHEN timeout_at <= {now_ms} THEN 1 ELSE 0 END "
-            f"FROM {OUTBOX} WHERE {_READY}{self._of_shards} {condition}"
+            f"FROM {OUTBOX}{hint} WHERE {_READY}{self._of_shards} {condition}"
         )
 
     def fetch(self, positions: Sequence[int]) -> Steps[list[FullRow]]:
