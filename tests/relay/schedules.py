@@ -170,17 +170,18 @@ class Relay:
 
     # --- its wakeups ---------------------------------------------------------------------------
 
-    slow = True
-
     async def found(self) -> None:
         """See `Wakeups.found`."""
 
     def reset(self) -> None:
         """See `Wakeups.reset`."""
 
-    async def wait(self) -> bool:
+    async def wait(self) -> None:
         """See `Wakeups.wait`."""
         await self._gate()
+
+    def is_second(self) -> bool:
+        """See `Wakeups.is_second`: time does not pass in a schedule."""
         return True
 
     async def close(self) -> None:

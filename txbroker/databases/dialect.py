@@ -154,6 +154,7 @@ _BY_STATE: Mapping[str, Fault] = {
     "42P01": Fault.NO_TABLE,
     "3F000": Fault.NO_TABLE,  # no schema
     "42501": Fault.DENIED,
+    "57014": Fault.UNAVAILABLE,  # the statement was cancelled, or took too long
     "25P02": Fault.ABORTED,
     "25P03": Fault.UNAVAILABLE,  # idle in a transaction for too long
     "25006": Fault.UNAVAILABLE,  # read only, as a standby is
@@ -182,6 +183,7 @@ _BY_NUMBER: Mapping[int, Fault] = {
     **dict.fromkeys((1040, 1129, 1203), Fault.UNAVAILABLE),  # too many connections, host blocked
     **dict.fromkeys((0, 1158, 1159, 1160, 1161), Fault.UNAVAILABLE),  # connection lost
     **dict.fromkeys((1053, 1927, 4031), Fault.UNAVAILABLE),  # shutdown, killed, idle for too long
+    **dict.fromkeys((1317, 1969), Fault.UNAVAILABLE),  # the statement was ended, or took too long
     **dict.fromkeys((1290, 1836), Fault.UNAVAILABLE),  # read only
     **dict.fromkeys((1021, 1037, 1041), Fault.UNAVAILABLE),  # disk or memory is full
     **dict.fromkeys((2002, 2003, 2006, 2013, 2014, 2055), Fault.UNAVAILABLE),  # of the client
@@ -289,7 +291,8 @@ MARIADB = Dialect(
     keep=" ON DUPLICATE KEY UPDATE ",
     numbers="JSON_TABLE(?, '$[*]' COLUMNS (n BIGINT PATH '$')) AS numbers",
     now_s="UNIX_TIMESTAMP()",
-    now_ms="CAST(UNIX_TIMESTAMP(NOW(3)) * 1000 AS SIGNED)",
+    # Of local time, one hour of the year is there twice.
+    now_ms="TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(3)) DIV 1000",
     text="LONGTEXT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin",
     key="VARCHAR(255) CHARACTER SET ascii COLLATE ascii_nopad_bin",
     blob="LONGBLOB",

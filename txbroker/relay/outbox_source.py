@@ -30,6 +30,7 @@ from txbroker.relay.source import Delivery, Refusal
 from txbroker.relay.wakeups import Wakeups
 
 T = TypeVar("T")
+RENAMED = "UPDATE txbroker_relay SET relay = 'ANOTHER-NAME'"
 _ROWS = 2000
 """Rows of a delivery, unless a unit has more."""
 _DELIVERY_BYTES = 4 << 20
@@ -163,8 +164,8 @@ class OutboxSource:
         if digest.hexdigest() != last.digest:
             raise ConfigurationError(
                 "the outbox table does not hold the rows of the last delivery: it was restored or "
-                "changed. Compare it with the topics (`txbroker audit outbox`), then start again "
-                "with `txbroker outbox relay --forget-position`"
+                "changed. Compare it with the topics (`txbroker audit outbox`), give rows that are "
+                f"visible the state GLOBAL_COMMIT, then begin without a position: {RENAMED}"
             )
         yield from self._rows.mark([position for position, _id in found])
 
@@ -173,21 +174,19 @@ class OutboxSource:
     async def next(self) -> OutboxDelivery:
         """Wait for rows; see `Source.next`."""
         while True:
+            if self._wakeups.is_second():
+                await self._release()
             rows = await self._thread.read(lambda: self._rows.select(_ROWS))
             if rows and not await self._put_off(rows):
                 await self._wakeups.found()
                 return OutboxDelivery(self, _first_units(rows))
-            if not rows and await self._wakeups.wait():
-                await self._release()
+            if not rows:
+                await self._wakeups.wait()
 
     async def _put_off(self, rows: Sequence[WaitingRow]) -> bool:
         """Return whether rows cannot be sent now: expired ones, and those of held keys."""
         if expired := [row.position for row in rows if row.expired]:
             await self._change(lambda: self._rows.expire(expired))
-            return True
-        if not self._held:
-            return False
-        if await self._release():
             return True
         blocked = {
             row.unit or row.position: self._held[row.orders_by]
@@ -202,14 +201,11 @@ class OutboxSource:
         self._held = await self._thread.read(self._rows.held)
         return True
 
-    async def _release(self) -> bool:
-        """Let held rows be sent whose time has come; return whether there were any."""
-        if not self._held and not self._wakeups.slow:
-            return False
+    async def _release(self) -> None:
+        """Let held rows be sent whose time has come."""
         released = await self._change(self._rows.release)
         if released:
             self._held = await self._thread.read(self._rows.held)
-        return bool(released)
 
     async def fetch(self, positions: Sequence[int]) -> list[FullRow]:
         """Return rows with their messages."""
@@ -227,7 +223,7 @@ class OutboxSource:
             try:
                 message = message_of(row, own)
             except (TypeError, ValueError, BadRequest) as error:
-                message = Message(row.topic, headers=own)
+                message = Message(str(row.topic), headers=own)
                 refusals.append(Refusal(message, f"the row holds no message: {error}"))
             messages.append(message)
         if refusals:
@@ -292,7 +288,7 @@ def name_taken(other: str, own: str) -> ConfigurationError:
     """Return the error for two outboxes with one name."""
     return ConfigurationError(
         f"the position in Kafka is of another outbox ({other}) than this one ({own}): two relays "
-        "have one name. Give one of them another name, with `txbroker outbox create --name`"
+        f"have one name. Give one of them another name while none of its relays runs: {RENAMED}"
     )
 
 

@@ -38,8 +38,8 @@ class RelayOptions(TypedDict, total=False):
     check_interval_s: float
     """Between checks of a row, seconds; 30 by default. After 15 checks it is a MESSAGE_ERROR."""
     retries_max: int
-    """How often a row that Kafka refuses is sent again; then it is a MESSAGE_ERROR. 10 by default:
-    about five minutes."""
+    """How often Kafka may refuse a row before it is a MESSAGE_ERROR. 10 by default: about five
+    minutes."""
     keep_s: float
     """How long finished rows are kept, seconds; a day by default. They are deleted in small
     batches."""

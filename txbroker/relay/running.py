@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _UPKEEP_S = 5.0
+_START_S = 3.0
+"""How long a start waits for the first leases."""
 _DRAIN_PAUSE_S, _DRAIN_PAUSE_MAX_S = 0.005, 0.1
 _CAUSES = 3
 
@@ -46,6 +48,7 @@ class RunningRelay:
         self._kafka = kafka
         self._settings = settings
         self._stack = contextlib.AsyncExitStack()
+        self._closed = False
         self._figures = RelayFigures(lambda: len(self._shards.owned))
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._door: ConsumingDoor
@@ -79,9 +82,13 @@ class RunningRelay:
             self._thread, self._leases, settings.lease_s, self._pumps().open, self._fail
         )
         self._stack.push_async_callback(self._shards.close)
-        await self._shards.round()
-        self._background(self._shards.run())
-        self._background(self._upkeep())
+        # Whoever holds the lock of an SQLite file may wait for this start.
+        first = asyncio.ensure_future(self._shards.round())
+        self._background(self._shards.run(first))
+        await asyncio.wait([first], timeout=_START_S)
+        if first.done():
+            first.result()
+        self._background(self._upkeep(await self._open_thread()))
         await self._start_checks()
 
     def _pumps(self) -> ShardPumps:
@@ -117,6 +124,7 @@ class RunningRelay:
 
     async def close(self) -> None:
         """See `Relay.close`."""
+        self._closed = True
         await self._stack.aclose()
 
     def check(self) -> None:
@@ -184,7 +192,14 @@ class RunningRelay:
         end_s, pause_s = now_s() + timeout_s, _DRAIN_PAUSE_S
         while True:
             self.check()
-            count = await self._thread.read(rows.waiting)
+            if self._closed:
+                raise ConfigurationError("the relay is closed: call drain before, or start another")
+            try:
+                count = await self._thread.read(rows.waiting)
+            except DatabaseUnavailable:
+                if now_s() >= end_s:
+                    raise
+                count = 1
             if not count:
                 return
             if now_s() >= end_s:
@@ -212,14 +227,19 @@ class RunningRelay:
 
     # --- upkeep ----------------------------------------------------------------------------------
 
-    async def _upkeep(self) -> None:
-        """Count rows, and delete finished ones."""
+    async def _upkeep(self, thread: DatabaseThread) -> None:
+        """Count rows, and delete finished ones.
+
+        Args:
+            thread: another one than that of the leases, which must not wait.
+        """
         rows = WaitingRows(self._database.dialect)
         while True:
             try:
-                self._figures.rows = await self._thread.read(rows.counts)
-                if 0 in self._shards.owned:
-                    await self._thread.read(lambda: rows.purge(self._settings.keep_s))
+                self._figures.rows = await thread.read(rows.counts)
+                while 0 in self._shards.owned:
+                    if not await thread.read(lambda: rows.purge(self._settings.keep_s)):
+                        break
             except DatabaseUnavailable as error:
                 log.warning("outbox not looked after", error=safe_repr(error))
             await asyncio.sleep(_UPKEEP_S)

@@ -66,14 +66,20 @@ class Shards:
         """The shards that this process works on."""
         return frozenset(self._running)
 
-    async def run(self) -> None:
-        """Keep leases until cancelled."""
+    async def run(self, first: Awaitable[None]) -> None:
+        """Keep leases until cancelled.
+
+        Args:
+            first: the first round.
+        """
+        turn = first
         while True:
             try:
-                await self.round()
+                await turn
             except (DatabaseUnavailable, KafkaUnavailable) as error:
                 log.warning("leases not renewed", error=safe_repr(error))
             await asyncio.sleep(self._renew_s)
+            turn = self.round()
 
     async def round(self) -> None:
         """Renew the leases, and take, ask for and release shards."""

@@ -31,19 +31,17 @@ _AWAKE_S = 0.1
 class Wakeups(Protocol):
     """Waits for rows. One call at a time."""
 
-    @property
-    def slow(self) -> bool:
-        """Whether the next `wait` may take a second."""
-
     async def found(self) -> None:
         """Note that there were rows: the next pauses are short."""
 
     def reset(self) -> None:
         """Note that the session may be another one."""
 
-    async def wait(self) -> bool:
-        """Wait until there may be rows. Return True about once a second: time to look for rows
-        that are due."""
+    async def wait(self) -> None:
+        """Wait until there may be rows, at most about a second."""
+
+    def is_second(self) -> bool:
+        """Return True about once a second: time to look for rows that are due."""
 
     async def close(self) -> None: ...
 
@@ -75,16 +73,15 @@ class Pauses:
         return self._pause_s
 
     def is_second(self) -> bool:
-        """Return True about once a second."""
+        """See `Wakeups.is_second`."""
         if self._now_s() - self._looked_s < _IDLE_S:
             return False
         self._looked_s = self._now_s()
         return True
 
-    async def wait(self) -> bool:
+    async def wait(self) -> None:
         """See `Wakeups.wait`."""
         await asyncio.sleep(self.next_s())
-        return self.is_second()
 
     async def close(self) -> None:
         """See `Wakeups.close`."""
@@ -98,14 +95,14 @@ class FileChanges(Pauses):
         self._thread = thread
         self._version: int | None = None
 
-    async def wait(self) -> bool:
-        while True:
+    async def wait(self) -> None:
+        end_s = self._now_s() + _IDLE_S
+        while self._now_s() < end_s:
             await asyncio.sleep(min(_BUSY_S, self.next_s()))
             version = await self._thread.use(_data_version)
             changed, self._version = version != self._version, version
-            second = self.is_second()
-            if changed or second:
-                return second
+            if changed:
+                return
 
 
 class Notifications(Pauses):
@@ -132,16 +129,15 @@ class Notifications(Pauses):
     def reset(self) -> None:
         self._asleep = False
 
-    async def wait(self) -> bool:
+    async def wait(self) -> None:
         if not self.slow:
             return await super().wait()
         if not self._asleep:
             self._asleep = await self._thread.use(self._lock)
             if self._asleep:
-                return False
+                return None
         # Otherwise a transaction of a writer is open, or another shard's relay sleeps.
-        await self._notified(_IDLE_S if self._asleep else _AWAKE_S)
-        return self.is_second()
+        return await self._notified(_IDLE_S if self._asleep else _AWAKE_S)
 
     def _lock(self, session: PlainSession) -> bool:
         if self._listening is not session.connection:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
-from txbroker.databases.dialect import POSTGRESQL, Dialect
+from txbroker.databases.dialect import POSTGRESQL, SQLITE, Dialect
 from txbroker.databases.steps import Query, Steps
 from txbroker.databases.tables import TableSet, table_sql
 from txbroker.errors import ConfigurationError
@@ -64,6 +64,13 @@ COLUMNS: Mapping[str, str] = {
     # 0: not since it was created.
     "changed_at": "{whole} NOT NULL DEFAULT 0",
 }
+# SQLite takes any type otherwise.
+_TYPED = (
+    f"CONSTRAINT {OUTBOX}_texts_and_bytes CHECK (typeof(id) = 'text' AND typeof(topic) = 'text' "
+    "AND typeof(unit) = 'text' AND typeof(headers) = 'text' AND typeof(order_key) IN ('text', "
+    "'null') AND typeof(message_key) IN ('blob', 'text', 'null') AND typeof(message_value) IN "
+    "('blob', 'text', 'null'))"
+)
 # One constraint: PostgreSQL prepares each for every statement.
 _SOUND = (
     f"CONSTRAINT {OUTBOX}_state_known_deliver_at_null_shard_below_16 CHECK (deliver_at IS NULL "
@@ -136,7 +143,9 @@ def _statements(name: str, dialect: Dialect) -> Iterator[str]:
     if dialect.sequence:
         yield dialect.sequence.format(sequence=SEQUENCE)
     for table in (RELAY, OUTBOX):
-        columns = _declared(_TABLES[table]) + (f", {_SOUND}" if table == OUTBOX else "")
+        columns = _declared(_TABLES[table])
+        if table == OUTBOX:
+            columns += f", {_SOUND}" + (f", {_TYPED}" if dialect is SQLITE else "")
         yield table_sql(table, columns, dialect, **_defaults(dialect))
     indexes = _ALL_INDEXES[dialect.name]
     for index, columns in indexes.items():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from txbroker.databases.dialect import MARIADB, POSTGRESQL, Dialect
+from txbroker.databases.dialect import MARIADB, POSTGRESQL, SQLITE, Dialect
 from txbroker.databases.outbox.table import OUTBOX
 from txbroker.databases.steps import Query, Steps
 
@@ -23,6 +23,13 @@ _UNITS = 500
 """Units of one statement: SQLite takes at most 999 values."""
 _POSITION_MAX = (1 << 63) - 1
 _READY = "state = 'LOCAL_COMMIT' AND next_at = 0"
+_LATER = "state = 'LOCAL_COMMIT' AND next_at > 0"
+_UNFINISHED = (
+    ("LOCAL_COMMIT", _READY),
+    ("LOCAL_COMMIT", _LATER),
+    ("UNKNOWN", "state = 'UNKNOWN'"),
+    ("MESSAGE_ERROR", "state = 'MESSAGE_ERROR'"),
+)
 _ROWS_OVERHEAD = 200
 """Bytes of a row beside key, value and headers."""
 
@@ -101,26 +108,32 @@ class WaitingRows:
     def _rest(self, rows: Sequence[WaitingRow]) -> Iterator[tuple[str, Sequence[Any]]]:
         """Yield conditions and values of the rows that complete the units of selected ones."""
         last, unit = rows[-1].position, rows[-1].unit
-        if self._dialect is MARIADB:
-            units = list({row.unit for row in rows if row.unit})
-            for begin in range(0, len(units), _UNITS):
-                some = units[begin : begin + _UNITS]
-                yield f"AND position > {last} AND unit IN ({', '.join('?' * len(some))})", some
-        elif unit and self._dialect is POSTGRESQL:
-            yield f"AND unit = ? AND position > {last}", (unit,)
-        elif unit:
+        if self._dialect is POSTGRESQL:
+            if unit:
+                yield f"AND unit = ? AND position > {last}", (unit,)
+        elif self._dialect is SQLITE:
             other = (
                 f"SELECT position FROM {OUTBOX} WHERE {_READY} AND position > {last} "
                 "AND unit <> ? ORDER BY position LIMIT 1"
             )
-            end = f"position < COALESCE(({other}), ?)"
-            values = (unit, unit, _POSITION_MAX)
-            yield f"AND position > {last} AND unit = ? AND {end}", values
+            if unit:
+                end = f"position < COALESCE(({other}), ?)"
+                values = (unit, unit, _POSITION_MAX)
+                yield f"AND position > {last} AND unit = ? AND {end}", values
+        else:
+            units = list({row.unit for row in rows if row.unit})
+            for begin in range(0, len(units), _UNITS):
+                some = units[begin : begin + _UNITS]
+                yield f"AND position > {last} AND unit IN ({', '.join('?' * len(some))})", some
 
     def _select(self, condition: str) -> str:
         now_ms = self._dialect.now_ms
         # MariaDB may take the other index, and read all waiting rows.
-        hint = f" FORCE INDEX ({OUTBOX}_unit)" if "unit IN" in condition else ""
+        hint = (
+            f" FORCE INDEX ({OUTBOX}_unit)"
+            if self._dialect is MARIADB and "unit IN" in condition
+            else ""
+        )
         return (
             "SELECT position, unit, order_key, message_key, "
             "COALESCE(LENGTH(message_value), 0) + LENGTH(headers), "
@@ -260,42 +273,44 @@ class WaitingRows:
         return count
 
     def purge(self, keep_s: float) -> Steps[int]:
-        """Delete rows that were finished before, in pieces, each statement committed; return their
-        number."""
-        count = 0
-        while True:
-            found = yield Query(
-                f"SELECT position FROM {OUTBOX} WHERE state IN ('GLOBAL_COMMIT', 'LOCAL_ROLLBACK') "
-                f"AND changed_at <= {self._dialect.now_ms} - ? ORDER BY position LIMIT {_UNITS}",
-                (round(keep_s * 1000),),
-            )
-            positions = [row[0] for row in found.rows]
-            if positions:
-                marks = ", ".join("?" * len(positions))
-                deleted = yield Query(
-                    f"DELETE FROM {OUTBOX} WHERE position IN ({marks}) "
-                    "AND state IN ('GLOBAL_COMMIT', 'LOCAL_ROLLBACK')",
-                    positions,
-                )
-                count += deleted.count
-            if len(positions) < _UNITS:
-                return count
+        """Delete some rows that were finished before, the oldest first; return their number, 0 if
+        there are no more."""
+        done = "state IN ('GLOBAL_COMMIT', 'LOCAL_ROLLBACK')"
+        # Young ones are at the end: without them in the condition, few rows are read.
+        found = yield Query(
+            f"SELECT position, changed_at <= {self._dialect.now_ms} - ? FROM {OUTBOX} "
+            f"WHERE {done} ORDER BY position LIMIT {_UNITS}",
+            (round(keep_s * 1000),),
+        )
+        positions = [row[0] for row in found.rows if row[1]]
+        if not positions:
+            return 0
+        marks = ", ".join("?" * len(positions))
+        sql = f"DELETE FROM {OUTBOX} WHERE position IN ({marks}) AND {done}"
+        return (yield Query(sql, positions)).count
 
     # --- counts ----------------------------------------------------------------------------------
 
     def counts(self) -> Steps[dict[str, tuple[int, float]]]:
         """Return the number of unfinished rows and the age of the oldest one, seconds, by state."""
-        found = yield Query(
-            f"SELECT state, COUNT(*), ({self._dialect.now_ms} - MIN(created_at)) / 1000.0 "
-            f"FROM {OUTBOX} WHERE state IN ('UNKNOWN', 'LOCAL_COMMIT', 'MESSAGE_ERROR') "
-            "GROUP BY state"
-        )
-        return {state: (int(count), max(0.0, float(age_s))) for state, count, age_s in found.rows}
+        found: dict[str, tuple[int, float]] = {}
+        for state, condition in _UNFINISHED:  # each has an index
+            some = yield Query(
+                f"SELECT COUNT(*), ({self._dialect.now_ms} - MIN(created_at)) / 1000.0 "
+                f"FROM {OUTBOX} WHERE {condition}"
+            )
+            count, age_s = some.rows[0]
+            before, older_s = found.get(state, (0, 0.0))
+            found[state] = before + int(count), max(older_s, float(age_s or 0))
+        return {state: figures for state, figures in found.items() if figures[0]}
 
     def waiting(self) -> Steps[int]:
         """Return the number of rows that wait, of all shards."""
-        found = yield Query(f"SELECT COUNT(*) FROM {OUTBOX} WHERE state = 'LOCAL_COMMIT'")
-        return int(found.rows[0][0])
+        count = 0
+        for condition in (_READY, _LATER):
+            found = yield Query(f"SELECT COUNT(*) FROM {OUTBOX} WHERE {condition}")
+            count += int(found.rows[0][0])
+        return count
 
     def causes(self, count: int) -> Steps[list[tuple[str, str]]]:
         """Return topic and cause of rows that wait because Kafka refused them."""
