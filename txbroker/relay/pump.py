@@ -61,6 +61,8 @@ class Pump:
         self._events = events
         self._failures = 0
         self._stopping = False
+        self._delivering = False
+        """The transaction of a delivery may be open."""
         self._waiting: asyncio.Future[Any] | None = None
 
     def stop(self) -> None:
@@ -83,7 +85,9 @@ class Pump:
     async def _run(self) -> None:
         """Claim and deliver until a failure, and pause."""
         try:
-            await self._source.resume(await self._sink.claim())
+            position = await self._sink.claim()
+            self._delivering = False
+            await self._source.resume(position)
             failpoint("relay.resumed")
             while not self._stopping:
                 await self._deliver()
@@ -95,6 +99,11 @@ class Pump:
             self._failures += 1
             pause_s = grown_pause_s(self._failures, _PAUSE_S, _PAUSE_MAX_S)
             log.warning("relay waits", relay=self._name, pause_s=pause_s, error=safe_repr(error))
+            if self._delivering:
+                # Aborts the delivery's transaction, for which readers of its topics wait.
+                with contextlib.suppress(KafkaUnavailable, TimeoutError):
+                    await asyncio.wait_for(self._sink.claim(), _ABORT_S)
+                    self._delivering = False
             await self._idle(asyncio.sleep(pause_s))
 
     async def _idle(self, work: Coroutine[Any, Any, T]) -> T:
@@ -118,7 +127,7 @@ class Pump:
 
     async def _deliver(self) -> None:
         delivery = await self._idle(self._source.next())
-        count = 0
+        count, self._delivering = 0, True
         try:
             async for messages in delivery.pieces():
                 await self._sink.write(messages)
@@ -135,6 +144,7 @@ class Pump:
             )
             self._events.refused(len(error.refusals))
             await self._sink.abort()  # earlier pieces may be written
+            self._delivering = False
             await self._source.refused(delivery, error.refusals)
             return
         except KafkaUnavailable:
@@ -144,6 +154,7 @@ class Pump:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._sink.abort(), _ABORT_S)
             raise
+        self._delivering = False
         failpoint("relay.committed")
         await self._source.delivered(delivery)
         failpoint("relay.delivered")

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.outbox.leases import Lease, Leases
+from txbroker.databases.outbox.table import SHARDS_MAX
 from txbroker.door.delivering import WriterFenced
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, KafkaUnavailable
@@ -27,6 +28,7 @@ _FENCED_MAX, _FENCED_WITHIN_S = 3, 60.0
 """If another process takes a shard so often whose lease this one has, they do not share the
 database."""
 _STOP_S = 10.0
+_RELEASE_S = 5.0
 
 
 class _Running(Struct):
@@ -147,22 +149,23 @@ class Shards:
 
     async def _stop(self, shard: int) -> None:
         """End a shard's pump after the delivery in flight."""
-        running = self._running.pop(shard)
+        running = self._running[shard]
         running.pump.stop()
-        done, _pending = await asyncio.wait([running.task], timeout=_STOP_S)
-        if not done:
+        try:
+            await asyncio.wait([running.task], timeout=_STOP_S)
+        finally:
             running.task.cancel()
-        await asyncio.gather(running.task, return_exceptions=True)
-        await running.close()
+            await asyncio.gather(running.task, return_exceptions=True)
+            self._running.pop(shard, None)
+            await running.close()
 
     async def close(self) -> None:
         """End all pumps, and release the leases."""
-        owned = sorted(self.owned)
-        for shard in owned:
-            await self._stop(shard)
-        if owned:
-            with contextlib.suppress(DatabaseUnavailable):
-                await self._thread.transaction(lambda: self._leases.release(owned))
+        await asyncio.gather(*(self._stop(shard) for shard in self.owned))
+        # Also of shards that could not be opened.
+        with contextlib.suppress(DatabaseUnavailable, TimeoutError):
+            release = self._thread.transaction(lambda: self._leases.release(range(SHARDS_MAX)))
+            await asyncio.wait_for(release, _RELEASE_S)
 
 
 def process_name() -> str:
