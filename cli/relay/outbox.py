@@ -46,7 +46,6 @@ from txbroker.databases.outbox.operations import WHOLE, Choice, retry
 from txbroker.databases.outbox.rows import decide, siblings
 from txbroker.databases.outbox.table import MESSAGE_ERROR, STATES, outbox_tables
 from txbroker.databases.outbox.waiting import WaitingRows
-from txbroker.databases.steps import Steps
 from txbroker.databases.urls import from_url
 from txbroker.errors import RequestError
 
@@ -254,18 +253,11 @@ def purge_command(url: str, before_ms: int, yes: bool) -> None:
     confirm(f"Delete rows that were finished before {clock(before_ms)}?", yes)
     keep_s = max(0.0, time.time() - before_ms / 1000)
     with database.explained(tables=TABLES):
-        count = database.apart(_purge(WaitingRows(database.dialect), keep_s))
+        count = database.apart(WaitingRows(database.dialect).purge_all(keep_s))
     click.echo(f"{counted(count)} deleted.", err=True)
 
 
 command.add_command(relay_command)
-
-
-def _purge(rows: WaitingRows, keep_s: float) -> Steps[int]:
-    count = 0
-    while some := (yield from rows.purge(keep_s)):
-        count += some
-    return count
 
 
 # --- shared ----------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class RunningRelay:
             self._thread, self._leases, settings.lease_s, self._pumps().open, self._fail
         )
         self._stack.push_async_callback(self._shards.close)
-        # Whoever holds the lock of an SQLite file may wait for this start.
+        # The holder of an SQLite file's lock may itself wait for this start.
         first = asyncio.ensure_future(self._shards.round())
         self._background(self._shards.run(first))
         await asyncio.wait([first], timeout=_START_S)

@@ -289,6 +289,14 @@ class WaitingRows:
         sql = f"DELETE FROM {OUTBOX} WHERE position IN ({marks}) AND {done}"
         return (yield Query(sql, positions)).count
 
+    def purge_all(self, keep_s: float) -> Steps[int]:
+        """Delete all rows that were finished before, each statement committed; return their
+        number."""
+        count = 0
+        while some := (yield from self.purge(keep_s)):
+            count += some
+        return count
+
     # --- counts ----------------------------------------------------------------------------------
 
     def counts(self) -> Steps[dict[str, tuple[int, float]]]:
