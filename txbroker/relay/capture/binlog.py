@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import pymysql
 from msgspec import Struct
 from pymysqlreplication import BinLogStreamReader
@@ -72,6 +73,10 @@ _OPERATIONS: Mapping[type, Operation] = {
 logging.getLogger("pymysqlreplication").setLevel(logging.ERROR)
 
 
+class NotCompared(DatabaseUnavailable):
+    """The last transaction of a position was purged; those after it may be there."""
+
+
 class ChangesLost(ConfigurationError):
     """What follows the position cannot be read: changes are lost."""
 
@@ -98,6 +103,25 @@ class Place(NamedTuple):
         return max(0, files * file_bytes + end.offset - self.offset)
 
 
+class Position(Struct, frozen=True, omit_defaults=True):
+    """Where a capture goes on, as JSON in Kafka.
+
+    A log that was reset begins with low GTIDs again, which a server later has once more. So the
+    last transaction is read again at a start, and compared.
+
+    Attributes:
+        gtids: of every domain, after the last transaction.
+        before: the same before it; "": it was the first of its domain.
+        last: its GTID.
+        time_s: of its commit, by the server's clock.
+    """
+
+    gtids: str
+    before: str = ""
+    last: str = ""
+    time_s: int = 0
+
+
 class Committed(Struct, frozen=True, gc=False):
     """The end of a transaction, and the position after it."""
 
@@ -110,6 +134,9 @@ class Alive(Struct, frozen=True, gc=False):
 
 
 Event: TypeAlias = "TransactionInfo | Change | Committed | Alive"
+
+
+encode, _decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(Position).decode
 
 
 def gtids(text: str) -> dict[int, str]:
@@ -126,16 +153,19 @@ class Binlog:
 
     Args:
         tables: whose rows are wanted, with their columns of types that the log does not show.
-        position: GTIDs, one for each domain.
+        position: where to begin; with `before` the last transaction is compared first.
     """
 
     def __init__(
-        self, database: MariaDB, tables: Mapping[TableName, Mapping[str, str]], position: str
+        self, database: MariaDB, tables: Mapping[TableName, Mapping[str, str]], position: Position
     ) -> None:
         self._name = database.name
         self._options = database.options
         self._tables = tables
-        self._position = gtids(position)
+        self._compared = position if position.before else None
+        """The position whose last transaction is to be read again first."""
+        start = position.before or position.gtids
+        self._position = gtids(start)
         self._connections: list[Any] = []
         self._readers: dict[int, tuple[Table, RowReader | None]] = {}
         self._ours = False
@@ -147,7 +177,7 @@ class Binlog:
             blocking=True,
             only_events=_EVENTS,
             filter_non_implemented_events=False,
-            auto_position=position,
+            auto_position=start,
             is_mariadb=True,
             only_schemas={schema for schema, _ in tables},
             only_tables={table for _, table in tables},
@@ -181,7 +211,7 @@ class Binlog:
             kind = type(event)
             if kind is MariadbGtidEvent:
                 if info is not None:  # the end of a prepared XA transaction
-                    yield self._ended(info)
+                    yield from self._ended(info)
                 flags = event.flags
                 info = TransactionInfo(
                     id=event.gtid,
@@ -189,7 +219,10 @@ class Binlog:
                     source={"kind": "mariadb"},
                 )
                 self._ours = False
-                yield info
+                if self._compared is None:
+                    yield info
+                else:
+                    self._compare(info, self._compared)
             elif kind is HeartbeatLogEvent:
                 yield Alive()
             elif kind is RotateEvent:
@@ -199,14 +232,15 @@ class Binlog:
             elif info is None:
                 continue  # before the first transaction
             elif kind is XidEvent:
-                yield self._ended(info)
+                yield from self._ended(info)
                 info = None
             elif kind is QueryEvent:
-                yield from self._statement(event, info)
+                if self._compared is None:
+                    yield from self._statement(event, info)
                 if flags & _STANDALONE or event.query in ("COMMIT", "ROLLBACK"):
-                    yield self._ended(info)
+                    yield from self._ended(info)
                     info = None
-            else:
+            elif self._compared is None:
                 if flags & _PREPARED_XA:
                     self._refuse_xa(event, info)
                 yield from self._changes(event)
@@ -252,6 +286,8 @@ class Binlog:
             )
         if number != _PURGED:
             return DatabaseUnavailable(f"{self._name}: {text or error}")
+        if "purged" in text and self._compared is not None:
+            return NotCompared(f"{self._name}: the last transaction is no longer in the log")
         if "purged" in text:
             return ChangesLost(
                 self._name,
@@ -270,10 +306,22 @@ class Binlog:
 
     # --- events ------------------------------------------------------------------------------
 
-    def _ended(self, info: TransactionInfo) -> Committed:
-        self._position[int(info.id.split("-")[0])] = info.id
+    def _compare(self, info: TransactionInfo, position: Position) -> None:
+        """Check that the first transaction is the last one of the position."""
+        if (info.id, info.time_ms) != (position.last, position.time_s * 1000):
+            raise unknown_position(self._name, position.gtids)
+
+    def _ended(self, info: TransactionInfo) -> Iterator[Committed]:
+        """Yield the end of a transaction, unless it was only compared."""
+        domain = int(info.id.split("-")[0])
+        before = ",".join(self._position.values()) if domain in self._position else ""
+        self._position[domain] = info.id
+        if self._compared is not None:
+            self._compared = None
+            return
+        after = ",".join(self._position.values())
         place = Place(self._stream.log_file, self._stream.log_pos)
-        return Committed(",".join(self._position.values()).encode(), place)
+        yield Committed(encode(Position(after, before, info.id, info.time_ms // 1000)), place)
 
     def _check_known(self, event: NotImplementedEvent) -> None:
         if event.event_type in _COMPRESSED:
@@ -376,9 +424,9 @@ def _check_whole(name: str, event: RowsEvent) -> None:
             )
 
 
-def includes(position: str, other: str) -> bool:
-    """Return whether a position includes another one."""
-    own = gtids(position)
+def includes(position: bytes, other: str) -> bool:
+    """Return whether a stored position includes GTIDs."""
+    own = gtids(_decode(position).gtids)
     return all(
         domain in own and int(own[domain].split("-")[2]) >= int(gtid.split("-")[2])
         for domain, gtid in gtids(other).items()
@@ -394,8 +442,25 @@ def unknown_position(name: str, position: str) -> ConfigurationError:
     )
 
 
+def read_position(name: str, stored: bytes) -> Position:
+    """Return a position of Kafka.
+
+    Raises:
+        ConfigurationError: it is none of MariaDB.
+    """
+    try:
+        position = _decode(stored)
+        gtids(position.gtids)
+    except (msgspec.MsgspecError, ValueError):
+        raise ConfigurationError(
+            f"{name}: the position in Kafka is no position of MariaDB: {stored[:60]!r}: another "
+            "capture has this name; give this one another name"
+        ) from None
+    return position
+
+
 def check_position(name: str, position: str, state: str) -> None:
-    """Check that a server has written a position.
+    """Check that a server has written GTIDs.
 
     MariaDB itself does not refuse a domain that it does not know.
 
@@ -409,13 +474,6 @@ def check_position(name: str, position: str, state: str) -> None:
     for each in filter(None, state.replace("\n", "").split(",")):
         domain, _, number = map(int, each.split("-"))
         newest[domain] = max(number, newest.get(domain, 0))
-    try:
-        domains = gtids(position)
-    except ValueError:
-        raise ConfigurationError(
-            f"{name}: the position in Kafka is no position of MariaDB: {position[:60]!r}: another "
-            "capture has this name; give this one another name"
-        ) from None
-    for domain, gtid in domains.items():
+    for domain, gtid in gtids(position).items():
         if int(gtid.split("-")[2]) > newest.get(domain, -1):
             raise unknown_position(name, position)

@@ -25,8 +25,11 @@ from txbroker.relay.capture.binlog import (
     Binlog,
     ChangesLost,
     Committed,
+    NotCompared,
     Place,
+    Position,
     check_position,
+    read_position,
 )
 from txbroker.relay.capture.binlog_values import BYTE_TYPES
 from txbroker.relay.capture.changes import CaptureMapping, Change, TransactionInfo
@@ -60,14 +63,20 @@ class _Reader:
     Args:
         lost: called with the error where changes are lost; raises it, or has the next reader skip
             them.
+        uncompared: called where the next reader is to begin without a comparison.
     """
 
     def __init__(
-        self, binlog: Binlog, mapping: CaptureMapping, lost: Callable[[ChangesLost], None]
+        self,
+        binlog: Binlog,
+        mapping: CaptureMapping,
+        lost: Callable[[ChangesLost], None],
+        uncompared: Callable[[], None],
     ) -> None:
         self._binlog = binlog
         self._mapping = mapping
         self._lost = lost
+        self._uncompared = uncompared
         self._loop = asyncio.get_running_loop()
         self._pieces: deque[_Piece] = deque()
         self._size = 0
@@ -87,6 +96,8 @@ class _Reader:
             if isinstance(self._failure, ChangesLost):
                 self._lost(self._failure)
                 raise DatabaseUnavailable(str(self._failure)) from self._failure
+            if isinstance(self._failure, NotCompared):
+                self._uncompared()
             if self._failure is not None:
                 raise self._failure
             await self._arrived.wait()
@@ -224,6 +235,8 @@ class MariadbSource:
         self._mapping = mapping
         self._database = database
         self._skips_gaps = on_gap == "skip"
+        self._uncompared = False
+        """The last transaction was purged, so that it cannot be compared."""
         self._gap = ""
         """Why changes are to be skipped."""
         self._reader: _Reader | None = None
@@ -238,22 +251,30 @@ class MariadbSource:
         refused = mariadb_setup.refusals(mapping, facts)
         if refused:
             raise ConfigurationError(f"{database.name}: {'; '.join(refused)}")
-        start = facts.start if position is None else position.decode()
-        if start is None:
+        if position is None and facts.start is None:
             raise ConfigurationError(
                 f"{database.name}: nothing records where capture {mapping.name} begins: run "
                 "`txbroker capture apply FILE` first"
             )
+        if position is None:
+            start = Position(facts.start or "")
+        else:
+            start = read_position(database.name, position)
         try:
-            check_position(database.name, start, facts.settings["gtid_binlog_state"])
+            check_position(database.name, start.gtids, facts.settings["gtid_binlog_state"])
         except ChangesLost as error:
             self._lost(error)
         if self._gap:
-            start = facts.settings["gtid_binlog_pos"]
+            start = Position(facts.settings["gtid_binlog_pos"])
             log.warning("capture skips a gap", capture=mapping.name, gap=self._gap)
-        self._gap = ""
+        elif self._uncompared:
+            start = Position(start.gtids)
+        self._gap, self._uncompared = "", False
         binlog = Binlog(database, facts.byte_types(BYTE_TYPES), start)
-        self._reader = _Reader(binlog, mapping, self._lost)
+        self._reader = _Reader(binlog, mapping, self._lost, self._not_compared)
+
+    def _not_compared(self) -> None:
+        self._uncompared = True
 
     def _lost(self, error: ChangesLost) -> None:
         if not self._skips_gaps:

@@ -113,7 +113,7 @@ class Capture(Struct, frozen=True):
         from txbroker.relay.capture.binlog import includes
 
         gtids = await self._value("SELECT @@global.gtid_binlog_pos")
-        return lambda position: includes(position.decode(), gtids)
+        return lambda position: includes(position, gtids)
 
     async def _value(self, sql: str) -> str:
         with self.database.explained():
