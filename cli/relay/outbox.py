@@ -1,6 +1,7 @@
 """`txbroker outbox`: create the outbox table; show its rows, decide and retry them."""
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ from txbroker.databases.urls import from_url
 from txbroker.errors import RequestError
 
 _VARIABLE = "TXBROKER_DATABASE_URL"
+_URL = re.compile("(sqlite|postgres|postgresql|mariadb|mysql)://")
 
 
 class _UrlCommand(SectionedCommand):
@@ -58,7 +60,7 @@ class _UrlCommand(SectionedCommand):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments."""
         url = os.environ.get(_VARIABLE, "")
-        if url and not any("://" in arg for arg in args):
+        if url and not any(_URL.match(arg) for arg in args):
             args = [url, *args]
         return super().parse_args(ctx, args)
 

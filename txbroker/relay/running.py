@@ -150,8 +150,7 @@ class RunningRelay:
     async def _check(self, checks: OutboxChecks, pause_s: float) -> None:
         while True:
             try:
-                if 0 in self._shards.owned:
-                    await checks.offer()
+                await checks.offer()
             except DatabaseUnavailable as error:
                 log.warning("undecided rows not read", error=safe_repr(error))
             await asyncio.sleep(pause_s)

@@ -118,6 +118,8 @@ class Notifications(Pauses):
         self._thread = thread
         self._loop = asyncio.get_running_loop()
         self._asleep = False
+        self._arrived = False
+        """A notification came together with the answer to a query."""
         self._listening: Any = None
 
     async def found(self) -> None:
@@ -136,11 +138,19 @@ class Notifications(Pauses):
             self._asleep = await self._thread.use(self._lock)
             if self._asleep:
                 return None
+        if self._arrived:
+            self._arrived = False
+            return None
         # Otherwise a transaction of a writer is open, or another shard's relay sleeps.
         return await self._notified(_IDLE_S if self._asleep else _AWAKE_S)
 
+    def _note(self, _notification: object) -> None:
+        self._arrived = True
+
     def _lock(self, session: PlainSession) -> bool:
         if self._listening is not session.connection:
+            if hasattr(session.connection, "add_notify_handler"):  # psycopg's
+                session.connection.add_notify_handler(self._note)
             session.execute(Query(f"LISTEN {CHANNEL}"))
             self._listening = session.connection
         return bool(session.execute(Query(f"SELECT pg_try_advisory_lock({ASLEEP})")).rows[0][0])

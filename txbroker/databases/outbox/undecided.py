@@ -55,26 +55,27 @@ class UndecidedRows:
         return [str(row[0]) for row in found.rows]
 
     def attempt(self, id: str) -> Steps[Attempt | None]:
-        """Store an attempt, and return it; None: the rows are decided, or given up now."""
+        """Store an attempt, and return it; None: the rows are decided, given up now, or no longer
+        due, as another relay has begun an attempt."""
         prepared = yield from self._prepared(id)
         if prepared is None:
             return None
         marks = ", ".join("?" * len(prepared.ids))
         of_rows = f"WHERE id IN ({marks}) AND {_OF_ONE}"
         now_ms = self._dialect.now_ms
-        found = yield Query(
-            f"SELECT MAX(check_attempts) FROM {OUTBOX} {of_rows}",
+        begun = yield Query(
+            f"UPDATE {OUTBOX} SET check_attempts = check_attempts + 1, changed_at = {now_ms}, "
+            f"next_at = {now_ms} + {self._interval_ms} {of_rows} AND next_at <= {now_ms}",
             prepared.ids,
         )
-        number = int(found.rows[0][0] or 0) + 1
+        if not begun.count:
+            return None
+        found = yield Query(f"SELECT MAX(check_attempts) FROM {OUTBOX} {of_rows}", prepared.ids)
+        number = int(found.rows[0][0])
         if number > CHECKS_MAX:
+            yield from self._note(prepared, "cause = ?, check_attempts = check_attempts - 1", "")
             yield from self._give_up(prepared, "no answer to the last check")
             return None
-        yield Query(
-            f"UPDATE {OUTBOX} SET check_attempts = {number}, changed_at = {now_ms}, "
-            f"next_at = {now_ms} + {self._interval_ms} {of_rows}",
-            prepared.ids,
-        )
         rows = yield Query(
             f"SELECT {', '.join(FullRow._fields)} FROM {OUTBOX} {of_rows} ORDER BY position",
             prepared.ids,
