@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from txbroker.relay.capture.changes import (
     Row,
     TransactionInfo,
 )
+from txbroker.relay.source import DeliveryRefused, Refusal
 
 _encode = msgspec.json.Encoder().encode
 _NOTHING: tuple[Message, ...] = ()
@@ -33,6 +35,22 @@ def identified(transaction: str, number: int, part: int | str = "") -> bytes:
         part: distinguishes further records of the same change.
     """
     return f"{transaction}/{number}/{part}".rstrip("/").encode()
+
+
+def refused_change(refusal: Refusal, transaction: re.Pattern[str]) -> DeliveryRefused:
+    """Return the error of a transaction that cannot be delivered.
+
+    Args:
+        transaction: matches the id of a transaction at the beginning of a record's.
+    """
+    message, cause = refusal
+    record_id = (dict(message.headers).get(ID_HEADER) or b"").decode()
+    found = re.match(rf"{transaction.pattern}/\d+", record_id)
+    change_id = found[0] if found else record_id
+    return DeliveryRefused(
+        f"Kafka refuses change {change_id} for topic {message.topic}: {cause}: correct the topic; "
+        f"to leave this change out, run with --skip {change_id}"
+    )
 
 
 class TableWriter(Struct, frozen=True, kw_only=True):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Literal
 
 import structlog
@@ -33,7 +34,8 @@ from txbroker.relay.capture.binlog import (
 )
 from txbroker.relay.capture.binlog_values import BYTE_TYPES
 from txbroker.relay.capture.changes import CaptureMapping, Change, TransactionInfo
-from txbroker.relay.source import Delivery, DeliveryRefused, Refusal
+from txbroker.relay.capture.envelope import refused_change
+from txbroker.relay.source import Delivery, Refusal
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -41,6 +43,7 @@ PIECE_BYTES = 1 << 20
 """Of a transaction in one piece, and of small ones in one delivery."""
 _WAITING_BYTES_MAX = 16 << 20
 """Of messages that wait for Kafka. As Python objects they take up to three times as much."""
+_GTID = re.compile(r"\d+-\d+-\d+")
 _MESSAGE_BYTES = 300
 """Of a message beside its key and value."""
 
@@ -63,6 +66,7 @@ class _Reader:
     Args:
         lost: called with the error where changes are lost; raises it, or has the next reader skip
             them.
+        skip: ids of changes that are left out.
         uncompared: called where the next reader is to begin without a comparison.
     """
 
@@ -72,7 +76,9 @@ class _Reader:
         mapping: CaptureMapping,
         lost: Callable[[ChangesLost], None],
         uncompared: Callable[[], None],
+        skip: Collection[str],
     ) -> None:
+        self._skip = skip
         self._binlog = binlog
         self._mapping = mapping
         self._lost = lost
@@ -142,11 +148,10 @@ class _Reader:
         info: TransactionInfo | None = None
         last_s = time.monotonic()
         skipped: Committed | None = None
-        convert = self._mapping.messages
         for event in self._binlog.read():
             if isinstance(event, Change):
                 assert info is not None
-                for message in convert(info, number, event):
+                for message in self._converted(info, number, event):
                     messages.append(message)
                     size += _MESSAGE_BYTES + len(message.key or b"") + len(message.value or b"")
                 number += 1
@@ -172,6 +177,12 @@ class _Reader:
                 skipped, last_s = None, time.monotonic()
             if self._closed:
                 return
+
+    def _converted(self, info: TransactionInfo, number: int, change: Change) -> Sequence[Message]:
+        if self._skip and (change_id := f"{info.id}/{number}") in self._skip:
+            log.warning("capture leaves a change out", capture=self._mapping.name, change=change_id)
+            return ()
+        return self._mapping.messages(info, number, change)
 
     def _put(self, piece: _Piece) -> None:
         with self._changed:
@@ -223,6 +234,7 @@ class MariadbSource:
 
     Args:
         on_gap: "skip": where changes were lost, go on at the end of the log, instead of stopping.
+        skip: ids of changes, as errors name them, that are left out.
     """
 
     def __init__(
@@ -231,8 +243,10 @@ class MariadbSource:
         database: MariaDB,
         *,
         on_gap: Literal["stop", "skip"] = "stop",
+        skip: Collection[str] = (),
     ) -> None:
         self._mapping = mapping
+        self._skip = frozenset(skip)
         self._database = database
         self._skips_gaps = on_gap == "skip"
         self._uncompared = False
@@ -271,7 +285,7 @@ class MariadbSource:
             start = Position(start.gtids)
         self._gap, self._uncompared = "", False
         binlog = Binlog(database, facts.byte_types(BYTE_TYPES), start)
-        self._reader = _Reader(binlog, mapping, self._lost, self._not_compared)
+        self._reader = _Reader(binlog, mapping, self._lost, self._not_compared, self._skip)
 
     def _not_compared(self) -> None:
         self._uncompared = True
@@ -294,8 +308,8 @@ class MariadbSource:
         self._place = delivery.place
 
     async def refused(self, delivery: Delivery, refusals: Sequence[Refusal]) -> None:
-        """Refuse to go on: a change cannot be left out."""
-        raise DeliveryRefused(f"{self._mapping.name}: {refusals[0].cause}")
+        """Raise: a transaction is delivered whole."""
+        raise refused_change(refusals[0], _GTID)
 
     async def lag_bytes(self) -> int:
         """Return how much of the log follows the last delivery, about; 0 before the first.

@@ -11,7 +11,7 @@ from msgspec.json import decode
 from txbroker.databases.database import Database
 from txbroker.databases.steps import Query, one
 from txbroker.databases.urls import from_url
-from txbroker.errors import ConfigurationError, needs
+from txbroker.errors import needs
 from txbroker.relay.capture.mapping import TableMappings, read
 from txbroker.relay.capture.setup import CaptureSetup, Step
 from txbroker.relay.source import Source
@@ -96,11 +96,7 @@ class Capture(Struct, frozen=True):
         from txbroker.relay.capture.mariadb import MariadbSource
 
         assert isinstance(database, MariaDB)
-        if skip:
-            raise ConfigurationError(
-                "changes are skipped one by one on PostgreSQL only: see on_gap"
-            )
-        return MariadbSource(mapping, database, on_gap=on_gap)
+        return MariadbSource(mapping, database, on_gap=on_gap, skip=skip)
 
     async def end(self) -> Callable[[bytes], bool]:
         """Return what checks whether a position includes all that is committed now."""

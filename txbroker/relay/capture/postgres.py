@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Literal
@@ -18,13 +19,13 @@ import msgspec
 import structlog
 from msgspec import Struct
 
-from txbroker.core.encoding import ID_HEADER
 from txbroker.core.records import Message
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.postgres import Postgres
 from txbroker.databases.steps import Query, one
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.changes import CaptureMapping, Change, Emitted, TransactionInfo
+from txbroker.relay.capture.envelope import refused_change
 from txbroker.relay.capture.pg import facts as pgfacts
 from txbroker.relay.capture.pg.pgoutput import (
     Begin,
@@ -36,7 +37,7 @@ from txbroker.relay.capture.pg.pgoutput import (
     parse_lsn,
 )
 from txbroker.relay.capture.pg.stream import DATA_AT, PgStream, System
-from txbroker.relay.source import Delivery, DeliveryRefused, Refusal
+from txbroker.relay.source import Delivery, Refusal
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -50,7 +51,7 @@ _RECORD_BYTES = 100
 _BUSY_FRAMES = 500  # then other tasks run
 _STRUCTURE = b"CR"
 """Messages that count in a transaction that is passed over: a table is described only once."""
-_ID_PARTS = 3  # two of the LSN, and a number; a change may become several records
+_LSN = re.compile("[0-9A-F]+/[0-9A-F]+")
 _UNREAD_S = 60.0
 _RELEASED_S = 2.0
 _POLL_S = 0.05
@@ -283,13 +284,7 @@ class PostgresSource:
 
     async def refused(self, delivery: Delivery, refusals: Sequence[Refusal]) -> None:
         """Raise: a transaction is delivered whole."""
-        message, cause = refusals[0]
-        record_id = dict(message.headers).get(ID_HEADER) or b""
-        change_id = "/".join(record_id.decode().split("/")[:_ID_PARTS])
-        raise DeliveryRefused(
-            f"Kafka refuses change {change_id} for topic {message.topic}: {cause}: correct the "
-            f"topic; to leave this change out, run with --skip {change_id}"
-        )
+        raise refused_change(refusals[0], _LSN)
 
     async def lag_bytes(self) -> int:
         """Return how much WAL the slot holds.
