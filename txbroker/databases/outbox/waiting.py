@@ -98,12 +98,13 @@ class WaitingRows:
         order = "unit, position" if dialect is POSTGRESQL else "position"
         found = yield Query(self._select(f"ORDER BY {order} LIMIT {count}"))
         rows = [_waiting(row) for row in found.rows]
-        if len(rows) == count:
-            for condition, values in self._rest(rows):
-                more = yield Query(self._select(f"{condition} ORDER BY position"), values)
-                rows += [_waiting(row) for row in more.rows]
-        rows.sort()
-        return rows
+        if len(rows) < count:
+            return sorted(rows)
+        by_position = {row.position: row for row in rows}
+        for condition, values in self._rest(rows):
+            more = yield Query(self._select(f"{condition} ORDER BY position"), values)
+            by_position |= {int(row[0]): _waiting(row) for row in more.rows}
+        return [by_position[position] for position in sorted(by_position)]
 
     def _rest(self, rows: Sequence[WaitingRow]) -> Iterator[tuple[str, Sequence[Any]]]:
         """Yield conditions and values of the rows that complete the units of selected ones."""
@@ -124,7 +125,9 @@ class WaitingRows:
             units = list({row.unit for row in rows if row.unit})
             for begin in range(0, len(units), _UNITS):
                 some = units[begin : begin + _UNITS]
-                yield f"AND position > {last} AND unit IN ({', '.join('?' * len(some))})", some
+                # Also earlier rows: of a unit that several transactions share, one may have
+                # committed since.
+                yield f"AND unit IN ({', '.join('?' * len(some))})", some
 
     def _select(self, condition: str) -> str:
         now_ms = self._dialect.now_ms

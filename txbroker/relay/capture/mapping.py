@@ -31,7 +31,7 @@ from txbroker.relay.capture.changes import (
 from txbroker.relay.capture.envelope import TableWriter, identified
 
 DATABASE_VARIABLE = "TXBROKER_DATABASE_URL"
-_NAME = re.compile(r"[a-z0-9_-]{1,40}")
+_NAME = re.compile(r"[a-z0-9-]{1,40}")
 """What can be a part of the names of slot, publication, triggers and topics."""
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 _OPERATIONS: tuple[Operation, ...] = get_args(Operation)
@@ -231,9 +231,7 @@ def _writer(name: str, table: TableMapping, schema: str) -> TableWriter:
 def _faults(file: _File, database: str, writers: Sequence[TableWriter]) -> list[str]:
     faults = []
     if not _NAME.fullmatch(file.name):
-        faults.append(
-            f"name {file.name!r}: use 1 to 40 lowercase letters, digits, dashes and underscores"
-        )
+        faults.append(f"name {file.name!r}: use 1 to 40 lowercase letters, digits and dashes")
     if not database:
         faults.append(f"no database: add database = 'URL', or set {DATABASE_VARIABLE}")
     if not (writers or file.emitted):

@@ -15,7 +15,7 @@ from txbroker.relay.capture.pg.pgoutput import parse_lsn
 
 PLUGIN = "pgoutput"
 VERSION_MIN = 140_000
-_NAME = re.compile(r"[a-z0-9_-]{1,50}")
+_NAME = re.compile(r"[a-z0-9-]{1,50}")
 OPERATIONS = ("insert", "update", "delete", "truncate")
 
 _SERVER = """
@@ -156,7 +156,7 @@ def name_of(mapping: CaptureMapping) -> str:
     if not _NAME.fullmatch(mapping.name):
         raise ConfigurationError(
             f"the name {mapping.name!r} of a capture becomes part of the name of a replication "
-            "slot: use at most 50 lower-case letters, digits, - and _"
+            "slot: use at most 50 lower-case letters, digits and -"
         )
     return "txbroker_" + mapping.name.replace("-", "_")
 
