@@ -358,7 +358,7 @@ async def test_lost_changes_stop_a_capture_unless_gaps_are_skipped(
     await source.close()
     cause(maria)
     source = await maria.source(position)
-    if cause is _purge:  # the last transaction cannot be compared; it is no loss by itself
+    if cause is _purge:  # the last transaction cannot be compared; that alone is no loss
         await _not_compared(source, position)
     with pytest.raises(ConfigurationError, match=f"{sentence}.*start with on_gap=skip"):
         await read(source)
