@@ -292,7 +292,7 @@ MARIADB = Dialect(
     numbers="JSON_TABLE(?, '$[*]' COLUMNS (n BIGINT PATH '$')) AS numbers",
     now_s="UNIX_TIMESTAMP()",
     # Of local time, one hour of the year is there twice.
-    now_ms="TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(3)) DIV 1000",
+    now_ms="(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(3)) DIV 1000)",
     text="LONGTEXT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin",
     key="VARCHAR(255) CHARACTER SET ascii COLLATE ascii_nopad_bin",
     blob="LONGBLOB",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from txbroker.relay.running import RunningRelay
 
 _HOUR_S = 3600.0
+_LEASE_MAX_S = 300
 
 
 class StillWaiting(TxbrokerError, TimeoutError):
@@ -93,6 +94,10 @@ class RelaySettings(Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if type(value) not in (int, float) or not minimum <= value < math.inf:
                 raise ConfigurationError(f"Relay: {name} is at least {minimum}, not {value!r}")
+        if self.lease_s > _LEASE_MAX_S:
+            raise ConfigurationError(
+                f"Relay: lease_s is at most {_LEASE_MAX_S}, not {self.lease_s!r}"
+            )
         if type(self.retries_max) is not int or self.retries_max < 1:
             raise ConfigurationError(
                 f"Relay: retries_max is a whole number above 0, not {self.retries_max!r}"

@@ -15,6 +15,9 @@ from txbroker.databases.dialect import SQLITE, Dialect
 from txbroker.databases.outbox.table import RELAY, SHARDS_MAX
 from txbroker.databases.steps import Query, Steps
 
+_LONGEST_MS = 600_000
+"""Longer than any lease."""
+
 
 class Named(NamedTuple):
     """The name of an outbox's relays, the identity of its tables, and its number of shards."""
@@ -75,7 +78,9 @@ class Leases:
         """Take free shards, at most `count`; return their numbers."""
         now_ms = self._dialect.now_ms
         found = yield Query(
-            f"SELECT shard FROM {RELAY} WHERE lease_until <= {now_ms} "
+            # A clock that was set back would keep a lease for as long.
+            f"SELECT shard FROM {RELAY} "
+            f"WHERE NOT lease_until - {now_ms} BETWEEN 1 AND {_LONGEST_MS} "
             f"ORDER BY shard LIMIT {count}{self._skip}"
         )
         taken = [int(row[0]) for row in found.rows]

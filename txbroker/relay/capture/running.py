@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 import structlog
 
-from txbroker.databases.database import DatabaseUnavailable
 from txbroker.door.delivering import WriterFenced
 from txbroker.error_text import safe_repr
-from txbroker.errors import ConfigurationError
+from txbroker.errors import ConfigurationError, TxbrokerError
 from txbroker.relay.capture.plan import Capture, CaptureSource
 from txbroker.relay.connections import open_door
 from txbroker.relay.metrics import RelayCollector, RelayFigures
@@ -150,7 +149,7 @@ class RunningCapture:
         while True:
             try:
                 self._figures.lag_bytes = await source.lag_bytes()
-            except DatabaseUnavailable as error:
+            except TxbrokerError as error:
                 log.warning("lag of capture unknown", error=safe_repr(error))
             await asyncio.sleep(_LAG_S)
 
