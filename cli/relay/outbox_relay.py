@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from txbroker.cli.options import FILE
+from txbroker.cli.options import FILE, SectionedCommand
 from txbroker.cli.relay.running import read_secret, run_relay, running_options, security_of
 from txbroker.cli.run import usage_errors
 from txbroker.cli.setting_options import settings_from
 from txbroker.databases.urls import from_url
 
 
-@click.command("relay")
+@click.command("relay", cls=SectionedCommand)
 @click.argument("url", envvar="TXBROKER_DATABASE_URL")
 @running_options
 @click.option("--check-url", metavar="URL", help="Ask this URL about rows that stay undecided.")

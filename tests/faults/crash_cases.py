@@ -10,8 +10,8 @@ ACTIONS = ("kill", "pause", "timeout")
 OUTCOMES = ("commit", "rollback", "unknown")
 RESTARTED = ("claim", "recover")
 """Steps that an owner takes when it comes back."""
-CONSUMER = "consumer."
-"""Moments of consumers, not of proxies: `tests.faults.consuming` tries them."""
+ELSEWHERE = ("consumer.", "relay.")
+"""Moments of consumers and relays: `tests.faults.consuming` and `tests.faults.relays` try them."""
 
 
 class Case(NamedTuple):
@@ -37,7 +37,7 @@ def all_cases() -> list[Case]:
     return [
         Case(name, skip, action, outcome)
         for name, point in POINTS.items()
-        if not name.startswith(CONSUMER)
+        if not name.startswith(ELSEWHERE)
         for skip in range(point.times)
         for action in ACTIONS
         for outcome in OUTCOMES
@@ -91,9 +91,10 @@ _HEAD = """# The moments of a crash
 Between every two steps of txbroker a process can die, hang, or lose an answer. These are the
 moments that the tests try, each with every action and every end of a transaction, on a real Kafka
 (`python -m tests.faults.crash_run`, {cases} cases), judged from [histories](history.md). At the
-moments of consumers they are killed under load (`python -m tests.faults.consuming.soak`). Nothing
-in txbroker can set them off: only a process that a test starts by a dedicated entry point has the
-hook, and without it a moment costs one comparison.
+moments of consumers and relays, these are killed under load
+(`python -m tests.faults.consuming.soak`, `python -m tests.faults.relays.soak`). Nothing in txbroker
+can set them off: only a process that a test starts by a dedicated entry point has the hook, and
+without it a moment costs one comparison.
 
 - **kill**: the process ends as by `kill -9`, and is started again;
 - **pause**: it stops, another proxy takes over, then it wakes up;

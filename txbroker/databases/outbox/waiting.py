@@ -326,7 +326,7 @@ class WaitingRows:
     def causes(self, count: int) -> Steps[list[tuple[str, str]]]:
         """Return topic and cause of rows that wait because Kafka refused them."""
         found = yield Query(
-            f"SELECT topic, cause FROM {OUTBOX} WHERE state = 'LOCAL_COMMIT' AND next_at > 0 "
+            f"SELECT topic, cause FROM {OUTBOX} WHERE state = 'LOCAL_COMMIT' AND retries > 0 "
             f"AND cause <> '' GROUP BY topic, cause LIMIT {count}"
         )
         return [(str(topic), str(cause)) for topic, cause in found.rows]
