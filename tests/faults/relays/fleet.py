@@ -88,7 +88,7 @@ class Fleet:
         self._folder = folder
         self._seed = seed
         self._kafka_pid = kafka_pid
-        self.name = f"f{os.getpid()}_{seed}"
+        self.name = f"f{os.getpid()}-{seed}"
         self._prefix = f"relays-{case.name}-{os.getpid()}-{seed}"
         self.shop = Shop(
             case.database,
@@ -148,7 +148,9 @@ class Fleet:
         while True:
             # A KeyError before the first capture has created the topic.
             with contextlib.suppress(KafkaException, KeyError, AssertionError, *ERRORS):
-                forgotten = await asyncio.to_thread(self.shop.forgotten, f"txbroker_{self.name}")
+                forgotten = await asyncio.to_thread(
+                    self.shop.forgotten, f"txbroker_{self.name.replace('-', '_')}"
+                )
                 positions, _records = await asyncio.to_thread(self._read)
                 if forgotten is not None and positions:
                     high, low = json.loads(positions[-1])["lsn"].split("/")
