@@ -141,7 +141,7 @@ async def drain(kafka: str, rows: int) -> list[Aim]:
 
 
 def fill(url: str, rows: int) -> None:
-    """Insert rows, each a unit of its own."""
+    """Insert rows, each as a separate unit."""
     columns = "(topic, message_key, message_value, unit)"
     with closing(connect(url)) as connection:
         cursor = connection.cursor()

@@ -184,9 +184,6 @@ class Relay:
         """See `Wakeups.is_second`: time does not pass in a schedule."""
         return True
 
-    async def close(self) -> None:
-        """See `Wakeups.close`."""
-
 
 class World:
     """One schedule."""

@@ -203,8 +203,9 @@ class OutboxSource:
 
     async def _release(self) -> None:
         """Let held rows be sent whose time has come."""
-        released = await self._change(self._rows.release)
-        if released:
+        # A look first: an idle relay takes no lock and writes nothing.
+        if await self._thread.read(self._rows.due):
+            await self._change(self._rows.release)
             self._held = await self._thread.read(self._rows.held)
 
     async def fetch(self, positions: Sequence[int]) -> list[FullRow]:
@@ -250,7 +251,6 @@ class OutboxSource:
 
     async def close(self) -> None:
         """See `Source.close`."""
-        await self._wakeups.close()
         await self._thread.close()
 
 
@@ -264,9 +264,8 @@ def message_of(row: FullRow, first: tuple[Header, ...] = ()) -> Message:
         ValueError, TypeError, BadRequest: another program has written what no message can be.
     """
     at_ms = row.created_at if row.timestamp_ms is None else row.timestamp_ms
-    key, value = _bytes(row.message_key), _bytes(row.message_value)
-    headers = _headers(row.headers)
-    return Message(row.topic, key, value, (*first, *headers), row.partition_id, at_ms)
+    headers = (*first, *_headers(row.headers))
+    return Message(row.topic, row.message_key, row.message_value, headers, row.partition_id, at_ms)
 
 
 def decode_position(position: bytes) -> OutboxPosition:
@@ -321,13 +320,6 @@ def _runs(positions: Iterable[int]) -> Iterable[tuple[int, int]]:
 def _positions(runs: Iterable[tuple[int, int]]) -> Iterable[int]:
     for begin, end in runs:
         yield from range(begin, end + 1)
-
-
-def _bytes(value: object) -> bytes | None:
-    """Return a value that another program may have written as text."""
-    if value is None or isinstance(value, bytes):
-        return value
-    return value.encode() if isinstance(value, str) else bytes(value)  # type: ignore[call-overload]
 
 
 def _headers(text: str) -> tuple[Header, ...]:

@@ -48,7 +48,7 @@ class RelayOptions(TypedDict, total=False):
     """1, 2, 4, 8 or 16: how many relays can work at the same time. The number is stored in the
     database; None takes that."""
     lease_s: float
-    """A relay without a sign of life for this time is replaced; 10 by default."""
+    """A relay without a sign of life for this time is replaced; 10 by default, at most 300."""
     topic_prefix: str
     """Of the topic of positions, `PREFIX.relay`; `txbroker` by default."""
     security: Mapping[str, Any] | None

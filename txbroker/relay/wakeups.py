@@ -43,8 +43,6 @@ class Wakeups(Protocol):
     def is_second(self) -> bool:
         """Return True about once a second: time to look for rows that are due."""
 
-    async def close(self) -> None: ...
-
 
 class Pauses:
     """Pauses that grow from a millisecond to 20 ms, and after a second without rows to a second."""
@@ -82,9 +80,6 @@ class Pauses:
     async def wait(self) -> None:
         """See `Wakeups.wait`."""
         await asyncio.sleep(self.next_s())
-
-    async def close(self) -> None:
-        """See `Wakeups.close`."""
 
 
 class FileChanges(Pauses):

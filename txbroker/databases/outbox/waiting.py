@@ -237,19 +237,24 @@ class WaitingRows:
         # All at one time, also those with different retries: they are sent together.
         yield from self._set(f"next_at = {latest_ms}", "state = 'LOCAL_COMMIT'", mates)
 
-    def release(self) -> Steps[int]:
-        """Let held rows be sent whose time has come; return their number."""
-        found = yield Query(
-            f"UPDATE {OUTBOX} SET next_at = 0 WHERE state = 'LOCAL_COMMIT' AND next_at > 0 "
-            f"AND next_at <= {self._dialect.now_ms}{self._of_shards}"
-        )
-        return found.count
+    def due(self) -> Steps[bool]:
+        """Return whether there are held rows whose time has come."""
+        found = yield Query(f"SELECT 1 FROM {OUTBOX} WHERE {self._due} LIMIT 1")
+        return bool(found.rows)
+
+    def release(self) -> Steps[None]:
+        """Let held rows be sent whose time has come."""
+        yield Query(f"UPDATE {OUTBOX} SET next_at = 0 WHERE {self._due}")
+
+    @property
+    def _due(self) -> str:
+        return f"{_LATER} AND next_at <= {self._dialect.now_ms}{self._of_shards}"
 
     def held(self) -> Steps[dict[str | bytes, int]]:
         """Return the order keys of held rows, and until when they are."""
         found = yield Query(
             f"SELECT order_key, message_key, MAX(next_at) FROM {OUTBOX} "
-            f"WHERE state = 'LOCAL_COMMIT' AND next_at > 0{self._of_shards} "
+            f"WHERE {_LATER}{self._of_shards} "
             "GROUP BY order_key, message_key"
         )
         keys: dict[str | bytes, int] = {}
