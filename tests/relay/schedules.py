@@ -38,7 +38,8 @@ from txbroker.testing.topics import KafkaTransaction
 
 T = TypeVar("T")
 _SERVER = structs.replace(SQLITE, name="server")
-"""A database whose transactions draw positions in turn, as on SQLite none can."""
+"""A database whose transactions draw positions in turn, as on SQLite none can, and units, which
+order them."""
 _numbers = count(1)
 POSITIONS = "txbroker.relay"
 TOPICS = {"ready": 2, "late": 1, "small": 1}
@@ -362,7 +363,10 @@ class World:
             each.committed = self._step
             if self._serial:
                 each.rows = [self._drawn(row) for row in each.rows]
-            self._database.insert(each.unit if len(each.rows) > 1 else "", each.rows)
+                unit = each.unit if len(each.rows) > 1 else ""
+            else:
+                unit = f"{each.rows[0].position:020}"
+            self._database.insert(unit, each.rows)
 
     def _drawn(self, row: Row) -> Row:
         """Return a row whose position is drawn at its commit."""

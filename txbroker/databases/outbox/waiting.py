@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from txbroker.databases.dialect import MARIADB, POSTGRESQL, SQLITE, Dialect
+from txbroker.databases.dialect import MARIADB, SQLITE, Dialect
 from txbroker.databases.outbox.table import OUTBOX
 from txbroker.databases.steps import Query, Steps
 
@@ -92,10 +92,9 @@ class WaitingRows:
 
     def select(self, count: int) -> Steps[list[WaitingRow]]:
         """Return the first `count` rows to be sent by position, and the others of their units."""
-        dialect = self._dialect
-        # On PostgreSQL in the order in which transactions began to write: it fits that of keys, and
-        # has the rows of a unit beside each other, as the order of positions has on SQLite.
-        order = "unit, position" if dialect is POSTGRESQL else "position"
+        # In the order in which transactions began to write: it fits that of keys, and has the rows
+        # of a unit beside each other. On SQLite, with one writer at a time, that of positions.
+        order = "position" if self._dialect is SQLITE else "unit, position"
         found = yield Query(self._select(f"ORDER BY {order} LIMIT {count}"))
         rows = [_waiting(row) for row in found.rows]
         if len(rows) < count:
@@ -109,39 +108,26 @@ class WaitingRows:
     def _rest(self, rows: Sequence[WaitingRow]) -> Iterator[tuple[str, Sequence[Any]]]:
         """Yield conditions and values of the rows that complete the units of selected ones."""
         last, unit = rows[-1].position, rows[-1].unit
-        if self._dialect is POSTGRESQL:
-            if unit:
-                yield f"AND unit = ? AND position > {last}", (unit,)
-        elif self._dialect is SQLITE:
+        if not unit:
+            return
+        if self._dialect is SQLITE:
             other = (
                 f"SELECT position FROM {OUTBOX} WHERE {_READY} AND position > {last} "
                 "AND unit <> ? ORDER BY position LIMIT 1"
             )
-            if unit:
-                end = f"position < COALESCE(({other}), ?)"
-                values = (unit, unit, _POSITION_MAX)
-                yield f"AND position > {last} AND unit = ? AND {end}", values
+            end = f"position < COALESCE(({other}), ?)"
+            values = (unit, unit, _POSITION_MAX)
+            yield f"AND position > {last} AND unit = ? AND {end}", values
         else:
-            units = list({row.unit for row in rows if row.unit})
-            for begin in range(0, len(units), _UNITS):
-                some = units[begin : begin + _UNITS]
-                # Also earlier rows: of a unit that several transactions share, one may have
-                # committed since.
-                yield f"AND unit IN ({', '.join('?' * len(some))})", some
+            yield f"AND unit = ? AND position > {last}", (unit,)
 
     def _select(self, condition: str) -> str:
         now_ms = self._dialect.now_ms
-        # MariaDB may take the other index, and read all waiting rows.
-        hint = (
-            f" FORCE INDEX ({OUTBOX}_unit)"
-            if self._dialect is MARIADB and "unit IN" in condition
-            else ""
-        )
         return (
             "SELECT position, unit, order_key, message_key, "
             "COALESCE(LENGTH(message_value), 0) + LENGTH(headers), "
             f"CASE WHEN timeout_at <= {now_ms} THEN 1 ELSE 0 END "
-            f"FROM {OUTBOX}{hint} WHERE {_READY}{self._of_shards} {condition}"
+            f"FROM {OUTBOX} WHERE {_READY}{self._of_shards} {condition}"
         )
 
     def fetch(self, positions: Sequence[int]) -> Steps[list[FullRow]]:
