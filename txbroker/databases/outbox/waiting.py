@@ -8,7 +8,9 @@ a row of its order key, or of its unit.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -20,8 +22,7 @@ from txbroker.databases.steps import Query, Steps
 _PIECE = 2000
 """Positions of one statement."""
 _UNITS = 500
-"""Units of one statement: SQLite takes at most 999 values."""
-_POSITION_MAX = (1 << 63) - 1
+"""Values of one statement: SQLite takes at most 999."""
 _READY = "state = 'LOCAL_COMMIT' AND next_at = 0"
 _LATER = "state = 'LOCAL_COMMIT' AND next_at > 0"
 _UNFINISHED = (
@@ -51,9 +52,26 @@ class WaitingRow(NamedTuple):
     expired: bool
 
     @property
+    def group(self) -> str | int:
+        """What the rows have in common that become visible together."""
+        return self.unit or self.position
+
+    @property
     def orders_by(self) -> str | bytes | None:
         """The key whose rows keep their order; None: the row has none."""
         return self.message_key if self.order_key is None else self.order_key
+
+
+class Selection(NamedTuple):
+    """Rows to be sent, by position.
+
+    Attributes:
+        rows: of whole units; or the first ones of a unit that is longer.
+        longer: `WaitingRows.rest` returns the others.
+    """
+
+    rows: Sequence[WaitingRow]
+    longer: bool = False
 
 
 class FullRow(NamedTuple):
@@ -90,58 +108,66 @@ class WaitingRows:
 
     # --- rows to be sent -----------------------------------------------------------------------
 
-    def select(self, count: int) -> Steps[list[WaitingRow]]:
-        """Return the first `count` rows to be sent by position, and the others of their units."""
+    def select(self, count: int) -> Steps[Selection]:
+        """Return the first rows to be sent by position, at most `count`.
+
+        A unit that continues after them is left out; but if it is the first one, its rows are all
+        that is returned.
+        """
         dialect = self._dialect
         # On PostgreSQL in the order in which transactions began to write: it fits that of keys, and
         # has the rows of a unit beside each other, as the order of positions has on SQLite.
         order = "unit, position" if dialect is POSTGRESQL else "position"
-        found = yield Query(self._select(f"ORDER BY {order} LIMIT {count}"))
+        found = yield Query(self._select(f"ORDER BY {order} LIMIT {count}", self._continues))
         rows = [_waiting(row) for row in found.rows]
         if len(rows) < count:
-            return sorted(rows)
-        by_position = {row.position: row for row in rows}
-        for condition, values in self._rest(rows):
-            more = yield Query(self._select(f"{condition} ORDER BY position"), values)
-            by_position |= {int(row[0]): _waiting(row) for row in more.rows}
-        return [by_position[position] for position in sorted(by_position)]
+            return Selection(sorted(rows))
+        ends = {row[2]: row[0] for row in (found.rows if self._mixed else found.rows[-1:])}
+        cut = {unit for unit, continues in ends.items() if continues}
+        first = rows[0].unit
+        longer = first in cut
+        # Where units are not mixed, the last one may have the name of an earlier one, whose rows do
+        # not overtake those between the two.
+        among = filter if self._mixed else takewhile
+        kept = among(lambda row: row.unit == first if longer else row.unit not in cut, rows)
+        return Selection(sorted(kept), longer)
 
-    def _rest(self, rows: Sequence[WaitingRow]) -> Iterator[tuple[str, Sequence[Any]]]:
-        """Yield conditions and values of the rows that complete the units of selected ones."""
-        last, unit = rows[-1].position, rows[-1].unit
-        if self._dialect is POSTGRESQL:
-            if unit:
-                yield f"AND unit = ? AND position > {last}", (unit,)
-        elif self._dialect is SQLITE:
-            other = (
-                f"SELECT position FROM {OUTBOX} WHERE {_READY} AND position > {last} "
-                "AND unit <> ? ORDER BY position LIMIT 1"
-            )
-            if unit:
-                end = f"position < COALESCE(({other}), ?)"
-                values = (unit, unit, _POSITION_MAX)
-                yield f"AND position > {last} AND unit = ? AND {end}", values
-        else:
-            units = list({row.unit for row in rows if row.unit})
-            for begin in range(0, len(units), _UNITS):
-                some = units[begin : begin + _UNITS]
-                # Also earlier rows: of a unit that several transactions share, one may have
-                # committed since.
-                yield f"AND unit IN ({', '.join('?' * len(some))})", some
-
-    def _select(self, condition: str) -> str:
-        now_ms = self._dialect.now_ms
+    def rest(self, last: WaitingRow, count: int) -> Steps[Sequence[WaitingRow]]:
+        """Return the next rows of a unit after one of them, at most `count`."""
+        condition, values = f"AND position > {last.position}", tuple[str, ...]()
+        if self._dialect is not SQLITE:  # there, no index has the unit
+            condition, values = f"{condition} AND unit = ?", (last.unit,)
+        condition = f"{condition} ORDER BY position LIMIT {count}"
         # MariaDB may take the other index, and read all waiting rows.
-        hint = (
-            f" FORCE INDEX ({OUTBOX}_unit)"
-            if self._dialect is MARIADB and "unit IN" in condition
-            else ""
-        )
+        found = yield Query(self._select(condition, hint=self._by_unit), values)
+        return list(takewhile(lambda row: row.unit == last.unit, map(_waiting, found.rows)))
+
+    @property
+    def _mixed(self) -> bool:
+        """Whether rows of other units may be between those of a unit."""
+        return self._dialect not in (POSTGRESQL, SQLITE)
+
+    @property
+    def _by_unit(self) -> str:
+        return f" FORCE INDEX ({OUTBOX}_unit)" if self._dialect is MARIADB else ""
+
+    @property
+    def _continues(self) -> str:
+        """SQL: whether the last row of its unit in a selection may not be the unit's last one."""
+        if not self._mixed:
+            return "unit <> ''"
         return (
-            "SELECT position, unit, order_key, message_key, "
+            f"unit <> '' AND EXISTS (SELECT 1 FROM {OUTBOX} AS later{self._by_unit} WHERE "
+            f"later.unit = kept.unit AND later.position > kept.position AND {_READY}"
+            f"{self._of_shards})"
+        )
+
+    def _select(self, condition: str, more: str = "0", hint: str = "") -> str:
+        return (
+            f"SELECT {more}, position, unit, order_key, message_key, "
             "COALESCE(LENGTH(message_value), 0) + LENGTH(headers), "
-            f"CASE WHEN timeout_at <= {now_ms} THEN 1 ELSE 0 END "
-            f"FROM {OUTBOX}{hint} WHERE {_READY}{self._of_shards} {condition}"
+            f"CASE WHEN timeout_at <= {self._dialect.now_ms} THEN 1 ELSE 0 END "
+            f"FROM {OUTBOX} AS kept{hint} WHERE {_READY}{self._of_shards} {condition}"
         )
 
     def fetch(self, positions: Sequence[int]) -> Steps[list[FullRow]]:
@@ -226,14 +252,14 @@ class WaitingRows:
                 for unit, until_ms in waiting.rows:
                     units.add(unit)
                     latest_ms = max(latest_ms, int(until_ms))
-        mates: list[int] = []
+        mates = array("q")
         for piece in _pieces(positions if units else ()):
             found = yield Query(
                 f"SELECT kept.position, kept.unit FROM {self._dialect.numbers} CROSS JOIN {OUTBOX} "
                 "AS kept WHERE kept.position = numbers.n",
                 (json.dumps(piece),),
             )
-            mates += [int(position) for position, unit in found.rows if unit in units]
+            mates.extend(int(position) for position, unit in found.rows if unit in units)
         # All at one time, also those with different retries: they are sent together.
         yield from self._set(f"next_at = {latest_ms}", "state = 'LOCAL_COMMIT'", mates)
 
@@ -338,7 +364,7 @@ class WaitingRows:
 
 
 def _waiting(row: Sequence[Any]) -> WaitingRow:
-    position, unit, order_key, key, size, expired = row
+    _more, position, unit, order_key, key, size, expired = row
     size = int(size) + len(key or b"") + _ROWS_OVERHEAD
     return WaitingRow(int(position), unit, order_key, key, size, bool(expired))
 
