@@ -101,7 +101,8 @@ class Relay:
             self, world.kafka, f"outbox/{shard}", POSITIONS, f"outbox/{shard}"
         )
         named = world.named
-        rows = WaitingRows(world.dialect, rows_of_shard(shard, world.shards))
+        of_shard = rows_of_shard(shard, world.shards)
+        rows = WaitingRows(world.dialect, of_shard, keep=world.keep)
         leases = Leases(SQLITE, f"relay {next(_numbers)}", 10)
         world.take(leases.owner, shard)
         thread = cast(DatabaseThread, self)
@@ -198,6 +199,7 @@ class World:
         self._topics = self.fate.choice(_REFUSING)
         self._serial = self.fate.random() < 0.2
         self.dialect = SQLITE if self._serial else _SERVER
+        self.keep = self.fate.random() < 0.7
         self.session = database.session
         self.named = database.named
         self.business: list[Business] = []
@@ -411,8 +413,9 @@ class World:
             elif len(places) > 1:
                 yield f"{id} is visible {len(places)} times: {places}"
         for id in committed:
-            if (states[id] == "GLOBAL_COMMIT") != (id in self.seen):
-                yield f"{id} is {states[id]}, visible: {id in self.seen}"
+            done = states.get(id) == "GLOBAL_COMMIT" if self.keep else id not in states
+            if done != (id in self.seen):
+                yield f"{id} is {states.get(id, 'deleted')}, visible: {id in self.seen}"
         yield from self._whole()
         yield from self._ordered()
 

@@ -100,10 +100,12 @@ class WaitingRows:
 
     Args:
         shards: their numbers; empty: all rows.
+        keep: whether delivered rows stay until `purge`.
     """
 
-    def __init__(self, dialect: Dialect, shards: Sequence[int] = ()) -> None:
+    def __init__(self, dialect: Dialect, shards: Sequence[int] = (), *, keep: bool = True) -> None:
         self._dialect = dialect
+        self._keep = keep
         self._of_shards = f" AND shard IN ({', '.join(map(str, shards))})" if shards else ""
 
     # --- rows to be sent -----------------------------------------------------------------------
@@ -156,10 +158,10 @@ class WaitingRows:
     # --- their outcomes ------------------------------------------------------------------------
 
     def mark(self, positions: Iterable[int]) -> Steps[int]:
-        """Note that rows are visible; return how many were not marked before."""
-        return (
-            yield from self._set("state = 'GLOBAL_COMMIT'", "state = 'LOCAL_COMMIT'", positions)
-        )
+        """Note that rows are visible, or delete them if they are not kept; return how many were not
+        marked before."""
+        change = "state = 'GLOBAL_COMMIT'" if self._keep else ""
+        return (yield from self._set(change, "state = 'LOCAL_COMMIT'", positions))
 
     def ids_waiting(self, positions: Iterable[int]) -> Steps[list[tuple[int, str]]]:
         """Return position and id of those rows that are not marked."""
@@ -264,17 +266,17 @@ class WaitingRows:
         return keys
 
     def _set(self, change: str, condition: str, positions: Iterable[int]) -> Steps[int]:
-        """Change rows by position."""
+        """Change rows by position, or delete them if there is no change."""
         dialect, count = self._dialect, 0
-        change = f"{change}, changed_at = {dialect.now_ms}"
+        change = change and f" SET {change}, changed_at = {dialect.now_ms}"
         if dialect is MARIADB:  # a subquery here would be executed for each row of the table
-            sql = (
-                f"UPDATE {dialect.numbers} CROSS JOIN {OUTBOX} AS kept SET {change} "
-                f"WHERE kept.position = numbers.n AND {condition}"
-            )
+            tables = f"{dialect.numbers} CROSS JOIN {OUTBOX} AS kept"
+            sql = f"UPDATE {tables}{change}" if change else f"DELETE kept FROM {tables}"
+            among = "kept.position = numbers.n"
         else:
+            sql = f"UPDATE {OUTBOX}{change}" if change else f"DELETE FROM {OUTBOX}"
             among = f"position IN (SELECT n FROM {dialect.numbers})"
-            sql = f"UPDATE {OUTBOX} SET {change} WHERE {among} AND {condition}"
+        sql += f" WHERE {among} AND {condition}"
         for piece in _pieces(positions):
             count += (yield Query(sql, (json.dumps(piece),))).count
         return count
@@ -321,11 +323,10 @@ class WaitingRows:
 
     def waiting(self) -> Steps[int]:
         """Return the number of rows that wait, of all shards."""
-        count = 0
-        for condition in (_READY, _LATER):
-            found = yield Query(f"SELECT COUNT(*) FROM {OUTBOX} WHERE {condition}")
-            count += int(found.rows[0][0])
-        return count
+        # One statement: a relay may hold rows meanwhile.
+        counts = (f"(SELECT COUNT(*) FROM {OUTBOX} WHERE {each})" for each in (_READY, _LATER))
+        found = yield Query(f"SELECT {' + '.join(counts)}")
+        return int(found.rows[0][0])
 
     def causes(self, count: int) -> Steps[list[tuple[str, str]]]:
         """Return topic and cause of rows that wait because Kafka refused them."""
