@@ -51,8 +51,8 @@ class Page(Struct):
     """Rows of a delivery, by position.
 
     Attributes:
-        runs: the gap before and the length of each run of adjacent ones, as compressed JSON: a byte
-            a row at most, in the relay's memory as in Kafka.
+        runs: the gap before and the length of each run of adjacent ones, as compressed JSON: at
+            most some bytes a row, in the relay's memory as in Kafka.
         digest: of their ids, so that rows of a restored table are not taken for them.
     """
 
@@ -232,18 +232,13 @@ class OutboxSource:
     async def _collect(self, found: Selection) -> OutboxDelivery | None:
         """Return a delivery of rows; None, if some cannot be sent now: expired ones, and the units
         of held keys."""
-        delivery, page = OutboxDelivery(self), _first_units(found.rows)
-        blocked, late = dict[str | int, int](), False
-        while True:
+        delivery, blocked, late = OutboxDelivery(self), dict[str | int, int](), False
+        async for page in self._pages(found):
             delivery.add(page)
             blocked |= self._blocked(page)
             if expired := [row.position for row in page if row.expired]:
                 await self._change(partial(self._rows.expire, expired))
                 late = True
-            rest = partial(self._rows.rest, page[-1], _ROWS)
-            if not found.longer or not (more := await self._thread.read(rest)):
-                break
-            page = more
         if late or not blocked:
             return None if late else delivery
 
@@ -255,6 +250,13 @@ class OutboxSource:
         await self._change(hold)
         self._held = await self._thread.read(self._rows.held)
         return None
+
+    async def _pages(self, found: Selection) -> AsyncIterator[Sequence[WaitingRow]]:
+        page = _first_units(found.rows)
+        while page:
+            yield page
+            rest = partial(self._rows.rest, page[-1], _ROWS)
+            page = await self._thread.read(rest) if found.longer else ()
 
     def _blocked(self, rows: Sequence[WaitingRow]) -> dict[str | int, int]:
         """Return the units that have rows of held keys, and until when they wait."""
