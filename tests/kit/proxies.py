@@ -105,7 +105,7 @@ class ProxyProcess(HttpCalls):
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=1 << 22,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=die_with_parent if sys.platform == "linux" else None,
         )
 
     async def start(self) -> None:
@@ -263,7 +263,7 @@ class ProxyProcess(HttpCalls):
         return await asyncio.to_thread(read_topics, self.bootstrap, names, committed=False)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Be killed when the tests' process ends, however that happens."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import os
 import random
@@ -23,6 +22,7 @@ from confluent_kafka.admin import AdminClient, ClusterMetadata
 from confluent_kafka.cimpl import NewTopic
 
 from tests.faults.cluster.links import Link, Relay
+from tests.kit.proxies import die_with_parent
 from tests.kit.until import free_ports
 from txbroker.embedded.datadir import new_cluster_id, server_properties
 from txbroker.embedded.jars import ensure_jars
@@ -36,8 +36,6 @@ START_S = 300.0
 STOP_S = 40.0
 _POLL_S = 0.2
 _HOST = "127.0.0.1"
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 _CLUSTER = {
     "default.replication.factor": str(REPLICATION),
@@ -163,7 +161,7 @@ class Node:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                preexec_fn=die_with_parent if sys.platform == "linux" else None,
             )
 
 
@@ -380,7 +378,3 @@ class ThreeNodes:
         }
         data = str(self.nodes[number].data)
         return server_properties(data, ports["PLAINTEXT"], ports["CONTROLLER"], extra)
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -8,7 +8,6 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,7 +120,7 @@ class ExactFleet(Fleet):
     async def close(self) -> None:
         """See `Fleet.close`; take a last sample."""
         await super().close()
-        self._samples.append(await self._answered(self._sample))
+        self._samples.append(await self.awaited(self._sample))
         if self.link is not None:
             await self.link.close()
 
@@ -247,8 +246,8 @@ class ExactFleet(Fleet):
         history, topics = await self._found()
         tables = self.tables
         if tables is not None:
-            effects = await self._answered(partial(asyncio.to_thread, tables.effects))
-            kept = await self._answered(partial(asyncio.to_thread, tables.kept, self.group))
+            effects = await self.answered(tables.effects)
+            kept = await self.answered(tables.kept, self.group)
         else:
             effects, kept = self._effects_in(topics.output), _kept_in(topics)
         outcome = Outcome(

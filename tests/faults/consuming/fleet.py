@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import itertools
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 from confluent_kafka import IsolationLevel, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import OffsetSpec
 
-from tests.faults.consuming.instance import COMMIT_S, NO_KAFKA, Exact, Given
+from tests.faults.consuming.instance import COMMIT_S, Exact, Given
 from tests.faults.consuming.judge import (
     History,
     Judge,
@@ -37,7 +31,7 @@ from tests.faults.consuming.judge import (
     source_of,
 )
 from tests.faults.consuming.judge import position as read_position
-from tests.faults.consuming.tables import ERRORS
+from tests.faults.processes import Instance, Processes
 from tests.kit.topic_reader import admin_of, create_topic, read_topics
 from tests.kit.until import until
 from txbroker.config.settings import load_kafka_access
@@ -55,9 +49,6 @@ SETTLE_S = 90.0
 """How long nothing may change, before all is done."""
 LAG_S = 3.0
 """How long a commit may take after its interval, on a busy machine."""
-RUBBISH = ("Traceback", "Task was destroyed", "never retrieved", "never awaited")
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 class Case(NamedTuple):
@@ -106,38 +97,7 @@ class Timing(NamedTuple):
     heartbeat_s: float = HEARTBEAT_S
 
 
-class Instance:
-    """A consumer process.
-
-    Attributes:
-        slot: with static members, the number of its instance id.
-    """
-
-    def __init__(self, name: str, slot: int, process: asyncio.subprocess.Process, log: Path):
-        self.name = name
-        self.slot = slot
-        self.process = process
-        self.log = log
-
-    @property
-    def running(self) -> bool:
-        return self.process.returncode is None
-
-    @property
-    def stopped(self) -> bool:
-        """Whether SIGSTOP has stopped it."""
-        with contextlib.suppress(OSError):
-            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-            return stat.rpartition(")")[2].split()[0] == "T"
-        return False
-
-    def signal(self, what: signal.Signals) -> None:
-        """Send a signal to it; nothing happens if it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(what)
-
-
-class Fleet:
+class Fleet(Processes):
     """One group of consumers.
 
     Args:
@@ -145,6 +105,8 @@ class Fleet:
         size: number of instances.
         rate: messages a second.
     """
+
+    module = "tests.faults.consuming.instance"
 
     def __init__(
         self,
@@ -156,26 +118,23 @@ class Fleet:
         size: int = 3,
         rate: float = 150.0,
     ) -> None:
+        super().__init__(folder)
         self.bootstrap = bootstrap
         self.case = case
         self.fate = random.Random(f"{seed}/{case.name}")
         self.size = size
         self.timing = Timing()
-        self.instances: list[Instance] = []
         self.group = f"faults-{case.name}-{os.getpid()}-{seed}"
         self.topic = f"{self.group}.source"
         self.sources = [self.topic]
         self.topics = GroupTopics.of("txbroker", self.group)
-        self.wrong: list[str] = []
         self.produced = 0
         self._seed = seed
         self._rate = rate
-        self._folder = folder
         self._history = folder / "history.jsonl"
         self._healed = folder / "healed"
         self.slowed = folder / "slowed"
         self.slow_s = 0.0
-        self._numbers = itertools.count(1)
         self._stored: list[Stored] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._loading = True
@@ -229,19 +188,7 @@ class Fleet:
             exact=self._exact(),
             deaf=deaf,
         )
-        log = self._folder / f"{name}.log"
-        with log.open("wb") as out:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "tests.faults.consuming.instance", msgspec.json.encode(given).decode()),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
-            )
-        instance = Instance(name, slot, process, log)
-        self.instances.append(instance)
-        return instance
+        return await self.spawn(name, given, slot)
 
     def _exact(self) -> Exact | None:
         """Return how instances store results."""
@@ -276,35 +223,7 @@ class Fleet:
         """End an instance as by kill -9."""
         now = time.monotonic()
         self.note("killed", instance.name, now, now)
-        instance.signal(signal.SIGKILL)
-        await instance.process.wait()
-        self.instances.remove(instance)
-
-    async def stop(self, instance: Instance) -> None:
-        """End an instance in order."""
-        instance.signal(signal.SIGTERM)
-        try:
-            code = await asyncio.wait_for(instance.process.wait(), 30)
-        except TimeoutError:
-            self.wrong.append(f"{instance.name} does not end")
-            await self.kill(instance)
-            return
-        self.instances.remove(instance)
-        self._check(instance, code)
-
-    async def buried(self, instance: Instance) -> None:
-        """Take out an instance that has killed itself."""
-        code = await instance.process.wait()
-        self.instances.remove(instance)
-        if code != -signal.SIGKILL:
-            self._check(instance, code)
-
-    def _check(self, instance: Instance, code: int) -> None:
-        text = instance.log.read_text(errors="replace")
-        if code in (-signal.SIGTERM, -signal.SIGUSR1, NO_KAFKA):
-            return  # before it had begun, or when it was over
-        if code != 0 or any(word in text for word in RUBBISH):
-            self.wrong.append(f"{instance.name} ended with {code}: {text[-1500:]}")
+        await super().kill(instance)
 
     def free_slot(self) -> int:
         """Return the lowest slot without an instance."""
@@ -481,24 +400,12 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(self.stop(instance) for instance in list(self.instances)))
-        self._stored.append(await self._answered(self._look))
-
-    async def _answered(self, ask: Callable[[], Awaitable[Any]]) -> Any:
-        """Return an answer of Kafka or a database, which another case may restart meanwhile."""
-        until_s = time.monotonic() + SETTLE_S
-        while True:
-            try:
-                return await ask()
-            except (KafkaException, KafkaError, AssertionError, *ERRORS):
-                if time.monotonic() > until_s:
-                    raise
-                await asyncio.sleep(1)
+        self._stored.append(await self.awaited(self._look))
 
     async def _found(self) -> tuple[History, Topics]:
         """Read the history and all records."""
         source, retry, aside, dead, *output = [
-            await self._answered(partial(asyncio.to_thread, self._read, *names))
-            for names in self._names()
+            await self.answered(self._read, *names) for names in self._names()
         ]
         history = read_history([json.loads(line) for line in self._history.open()])
         return history, Topics(source, retry, dead, aside, self._stored, *output)
@@ -530,9 +437,3 @@ def _uncleared(asides: Sequence[Rec]) -> dict[tuple[tuple[str, int, int], int], 
             at = (cleared[:2], record.key)
             left[at] = [each for each in left.get(at, []) if each[0][2] > cleared[2]]
     return {copies[0]: key or "" for (_place, key), copies in left.items() if copies}
-
-
-def _die_with_parent() -> None:
-    for each in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(each, signal.SIG_IGN)  # until it has begun
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

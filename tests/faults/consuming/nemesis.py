@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from tests.faults.consuming.exact_fleet import ExactFleet
-from tests.faults.consuming.fleet import Case, Fleet, Instance
+from tests.faults.consuming.fleet import Case, Fleet
 from tests.faults.consuming.handling import HANDLER
 from tests.faults.consuming.instance import LOSE_S
 from tests.faults.consuming.tables import SQLITE
+from tests.faults.processes import Instance
 from txbroker.failpoints import POINTS
 
 _COMMITS = ("consumer.result_committing", "consumer.result_committed")

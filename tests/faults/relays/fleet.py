@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import itertools
 import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 from confluent_kafka import KafkaException
 
-from tests.faults.consuming.fleet import RUBBISH, Instance
-from tests.faults.consuming.instance import LOSE_S, NO_KAFKA
+from tests.faults.consuming.instance import LOSE_S
 from tests.faults.consuming.tables import ERRORS, MARIADB, POSTGRESQL, Tables
+from tests.faults.processes import Instance, Processes
 from tests.faults.relays.instance import Given
 from tests.faults.relays.judge import Found, Judge, Rec, Sample, Violation
 from tests.faults.relays.shop import Shop
@@ -41,8 +35,6 @@ TAKEN_OVER = "another process has taken over capture"
 SETTLE_S = 90.0
 MOMENT_S = 30.0
 HANG_S = 2.5
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 class Case(NamedTuple):
@@ -59,7 +51,7 @@ class Case(NamedTuple):
         return f"{'capture' if self.captured else 'outbox'}-{self.database}{several}"
 
 
-class Fleet:
+class Fleet(Processes):
     """The relays of one outbox.
 
     Args:
@@ -67,6 +59,9 @@ class Fleet:
         server: of the database; None: it is a file.
         kafka_pid: of the broker, which is paused.
     """
+
+    module = "tests.faults.relays.instance"
+    expected = (TAKEN_OVER,)
 
     def __init__(
         self,
@@ -80,12 +75,11 @@ class Fleet:
         kafka_pid: int = 0,
         rate: float = 60.0,
     ) -> None:
+        super().__init__(folder)
         self.case = case
         self.server = server
-        self.wrong: list[str] = []
         self.fate = random.Random(f"{seed}/{case.name}")
         self._bootstrap = bootstrap
-        self._folder = folder
         self._seed = seed
         self._kafka_pid = kafka_pid
         self.name = f"f{os.getpid()}-{seed}"
@@ -101,8 +95,6 @@ class Fleet:
         self._mapping = folder / "capture.toml"
         self._samples: list[Sample] = []
         self._watch: asyncio.Task[None] | None = None
-        self._numbers = itertools.count(1)
-        self._instances: list[Instance] = []
 
     # --- life --------------------------------------------------------------------------------
 
@@ -119,7 +111,7 @@ class Fleet:
     async def close(self) -> None:
         """End the load and all relays."""
         await asyncio.to_thread(self.shop.close)
-        await asyncio.gather(*(self._stop(each) for each in list(self._instances)))
+        await asyncio.gather(*(self.stop(each) for each in list(self.instances)))
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -167,9 +159,7 @@ class Fleet:
     async def launch(self, point: str = "", skip: int = 0, *, stops: bool = False) -> Instance:
         """Start a relay, which may kill or stop itself at a moment."""
         name = f"r{next(self._numbers)}"
-        options: dict[str, Any] = {
-            "topic_prefix": self._prefix,
-        }
+        options: dict[str, Any] = {"topic_prefix": self._prefix}
         if not self.case.captured:
             options |= {"lease_s": LEASE_S, "shards": self.case.shards}
         given = Given(
@@ -177,57 +167,19 @@ class Fleet:
             url="" if self.case.captured else self.shop.url,
             mapping=str(self._mapping),
             name=name,
-            ready=str(self._folder / f"{name}.ready"),
             options=options,
             seed=self._seed,
             point=point,
             skip=skip,
             stops=stops,
         )
-        log = self._folder / f"{name}.log"
-        with log.open("wb") as out:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "tests.faults.relays.instance", msgspec.json.encode(given).decode()),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
-            )
-        instance = Instance(name, 0, process, log)
-        self._instances.append(instance)
-        return instance
+        return await self.spawn(name, given)
 
     async def _fill_up(self) -> None:
-        for instance in [each for each in self._instances if not each.running]:
-            await self._buried(instance)
-        while len(self._instances) < self.case.relays:
+        for instance in [each for each in self.instances if not each.running]:
+            await self.buried(instance)
+        while len(self.instances) < self.case.relays:
             await self.launch()
-
-    async def _buried(self, instance: Instance) -> None:
-        self._instances.remove(instance)
-        code = await instance.process.wait()
-        if code not in (-signal.SIGKILL, NO_KAFKA):
-            self._check(instance, code)
-
-    async def _stop(self, instance: Instance) -> None:
-        instance.signal(signal.SIGTERM)
-        try:
-            code = await asyncio.wait_for(instance.process.wait(), 30)
-        except TimeoutError:
-            self.wrong.append(f"{instance.name} does not end")
-            instance.signal(signal.SIGKILL)
-            code = -signal.SIGKILL
-        self._instances.remove(instance)
-        if code not in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGUSR1, NO_KAFKA):
-            self._check(instance, code)
-
-    def _check(self, instance: Instance, code: int) -> None:
-        text = instance.log.read_text(errors="replace")
-        if TAKEN_OVER in text:
-            return
-        if code != 0 or any(word in text for word in RUBBISH):
-            self.wrong.append(f"{instance.name} ended with {code}: {text[-1500:]}")
 
     # --- faults ------------------------------------------------------------------------------
 
@@ -245,10 +197,10 @@ class Fleet:
             way, point = kind.split(" at ")
             await self._at(point, stops=way == "stopped")
         elif kind == "killed":
-            for instance in self._instances:
+            for instance in self.instances:
                 instance.signal(signal.SIGKILL)
         elif kind == "answers lost":
-            for instance in self._instances:
+            for instance in self.instances:
                 instance.signal(signal.SIGUSR1)
             await asyncio.sleep(LOSE_S)
         elif kind == "kafka paused":
@@ -262,7 +214,7 @@ class Fleet:
 
     async def _at(self, point: str, *, stops: bool) -> None:
         """A relay that has all rows kills or stops itself at a moment."""
-        await asyncio.gather(*(self._stop(each) for each in list(self._instances)))
+        await asyncio.gather(*(self.stop(each) for each in list(self.instances)))
         skip = 0 if point in ("relay.fenced", "relay.claimed", "relay.resumed") else 2
         armed = await self.launch(point, self.fate.randrange(skip + 1), stops=stops)
         try:
@@ -276,7 +228,7 @@ class Fleet:
             await self._caught_up(SETTLE_S)
             armed.signal(signal.SIGCONT)
             await self._caught_up(SETTLE_S)
-            await self._stop(armed)
+            await self.stop(armed)
 
     async def _break_database(self, kind: str) -> None:
         server = self.server
@@ -291,9 +243,9 @@ class Fleet:
 
     async def _caught_up(self, within_s: float) -> None:
         """Wait until all that is committed now is visible."""
-        count = await self._answered(self.shop.count)
+        count = await self.answered(self.shop.count)
         until_s = time.monotonic() + within_s
-        while await self._answered(self._visible) < count:
+        while await self.answered(self._visible) < count:
             await self._fill_up_running()
             if time.monotonic() > until_s:
                 self.wrong.append(f"not delivered within {within_s:g} s: of {count} rows")
@@ -302,15 +254,8 @@ class Fleet:
 
     async def _fill_up_running(self) -> None:
         """Replace relays that found no database or Kafka at their start."""
-        if not any(each.running and not each.stopped for each in self._instances):
+        if not any(each.running and not each.stopped for each in self.instances):
             await self._fill_up()
-
-    async def _answered(self, ask: Callable[[], Any]) -> Any:
-        while True:
-            try:
-                return await asyncio.to_thread(ask)
-            except (KafkaException, AssertionError, *ERRORS):
-                await asyncio.sleep(0.3)
 
     def _visible(self) -> int:
         """Return the number of rows that are delivered: marked, or else in the topic."""
@@ -322,9 +267,9 @@ class Fleet:
 
     async def judged(self) -> tuple[int, list[Violation]]:
         """Return the number of committed rows, and all broken rules."""
-        changes = await self._answered(self.shop.changes)
-        queued = await self._answered(self.shop.queued)
-        positions, records = await self._answered(self._read)
+        changes = await self.answered(self.shop.changes)
+        queued = await self.answered(self.shop.queued)
+        positions, records = await self.answered(self._read)
         found = Found(
             changes, self.shop.txns, records, queued, positions, self.case.shards, self._samples
         )
@@ -363,7 +308,3 @@ async def run_case(fleet: Fleet, kinds: list[str]) -> tuple[int, list[str]]:
         await fleet.close()
     count, violations = await fleet.judged()
     return count, [*map(str, violations), *fleet.wrong]
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -7,11 +7,9 @@ a moment.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import signal
 import sys
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -31,7 +29,6 @@ class Given(msgspec.Struct, kw_only=True):
 
     Attributes:
         url: of the outbox; "": `mapping` is the file of a capture.
-        ready: a file that shows that it has started.
         options: of `Relay` or `RunningCapture`.
         point, skip, stops: see `tests.faults.consuming.instance.Given`.
     """
@@ -40,7 +37,6 @@ class Given(msgspec.Struct, kw_only=True):
     url: str
     mapping: str = ""
     name: str
-    ready: str
     options: dict[str, Any]
     seed: int
     point: str = ""
@@ -72,17 +68,12 @@ async def main(given: Given) -> None:
         await relay.start()
     except (KafkaUnavailable, DatabaseUnavailable):
         sys.exit(NO_KAFKA)
-    Path(given.ready).touch()
     running = asyncio.ensure_future(relay.run())
     ended = asyncio.ensure_future(end.wait())
     await asyncio.wait([running, ended], return_when=asyncio.FIRST_COMPLETED)
     ended.cancel()
     await relay.close()
-    if running.done():
-        running.result()
-    running.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
+    await running
     await losing.relay.close()
 
 

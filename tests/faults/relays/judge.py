@@ -15,8 +15,10 @@ It imports nothing of txbroker. The rules:
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -183,7 +185,8 @@ class Judge:
         runs = sorted(
             (first, last, number)
             for number, text in enumerate(self._found.positions)
-            for first, last in json.loads(text).get("runs", ())
+            for page in json.loads(text).get("pages", ())
+            for first, last in _runs(page["runs"])
         )
         deliveries = defaultdict(set)
         for queued in self._found.queued:
@@ -234,3 +237,12 @@ class Judge:
                 yield Violation(
                     "R7", "the database", f"forgets {sample.forgotten}, Kafka has {sample.position}"
                 )
+
+
+def _runs(packed: str) -> Iterator[tuple[int, int]]:
+    """Yield the first and last position of each run of a page."""
+    numbers = iter(json.loads(zlib.decompress(base64.b64decode(packed))))
+    end = 0
+    for gap, length in zip(numbers, numbers, strict=True):
+        yield end + gap, end + gap + length - 1
+        end += gap + length
