@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from txbroker.cli.doctor.findings import CheckLevel, CheckRegistry, Finding, Section, fine, judged
+from txbroker.cli.doctor.outbox import OutboxFacts
 from txbroker.cli.doctor.subject import Subject
 from txbroker.databases.outbox.rows import MESSAGE_BYTES_MAX
 from txbroker.databases.outbox.table import LOCAL_COMMIT, MESSAGE_ERROR, UNKNOWN
@@ -32,17 +35,12 @@ async def relays_tables(subject: Subject) -> Finding:
 async def relays_running(subject: Subject) -> Finding:
     """Whether every shard has an owner; with rows that wait for one it fails."""
     outbox = await subject.outbox()
+    missing = sorted(set(range(outbox.shards)) - {lease.shard for lease in outbox.leases})
     free = [lease.shard for lease in outbox.leases if lease.left_ms <= 0]
-    missing = set(range(outbox.shards)) - {lease.shard for lease in outbox.leases}
-    if missing:
-        lines = [f"shard {shard} has no row in txbroker_relay" for shard in sorted(missing)]
-        return judged(CheckLevel.FAILS, "the table of shards was changed", lines)
-    if not free:
-        return fine(f"{outbox.shards} of {outbox.shards} shards have an owner")
-    lines = [f"shard {shard}: {outbox.waiting.get(shard, 0):,} rows wait" for shard in free]
-    waits = any(outbox.waiting.get(shard) for shard in free)
-    level = CheckLevel.FAILS if waits else CheckLevel.WARNING
-    return judged(level, f"{len(free)} of {outbox.shards} shards have no owner", lines)
+    lines = [f"shard {shard} has no row in txbroker_relay" for shard in missing]
+    lines += [f"shard {shard}: {outbox.waiting.get(shard, 0):,} rows wait" for shard in free]
+    fails = missing or any(outbox.waiting.get(shard) for shard in free)
+    return _graded(fails, free, f"{len(free)} of {outbox.shards} shards have no owner", lines)
 
 
 @book.check(
@@ -52,14 +50,9 @@ async def relays_running(subject: Subject) -> Finding:
 )
 async def relays_waiting(subject: Subject) -> Finding:
     outbox = await subject.outbox()
-    count, age_s = outbox.counts.get(LOCAL_COMMIT, (0, 0.0))
-    found = f"{count:,} rows wait" + (f", the oldest for {age_s:.0f} s" if count else "")
+    found, age_s = _rows(outbox, LOCAL_COMMIT, "wait")
     lines = [f"topic {topic}: {cause}" for topic, cause in outbox.causes]
-    if age_s > subject.limits.relay_s:
-        return judged(CheckLevel.FAILS, found, lines)
-    if lines:
-        return judged(CheckLevel.WARNING, f"{found}; Kafka refuses some", lines)
-    return fine(found)
+    return _graded(age_s > subject.limits.relay_s, lines, found, lines)
 
 
 @book.check(
@@ -67,11 +60,8 @@ async def relays_waiting(subject: Subject) -> Finding:
     hint="Give the relay a `check` or `check_url`, or decide them with `txbroker outbox decide`.",
 )
 async def relays_undecided(subject: Subject) -> Finding:
-    count, age_s = (await subject.outbox()).counts.get(UNKNOWN, (0, 0.0))
-    found = f"{count:,} rows are undecided"
-    if age_s <= subject.limits.undecided_s:
-        return fine(found)
-    return judged(CheckLevel.WARNING, f"{found}, the oldest for {age_s:.0f} s")
+    found, age_s = _rows(await subject.outbox(), UNKNOWN, "are undecided")
+    return _graded(False, age_s > subject.limits.undecided_s, found)
 
 
 @book.check(
@@ -81,10 +71,9 @@ async def relays_undecided(subject: Subject) -> Finding:
     doc="docs/runbooks/TxBrokerRelayErrors.md",
 )
 async def relays_errors(subject: Subject) -> Finding:
-    count, _age_s = (await subject.outbox()).counts.get(MESSAGE_ERROR, (0, 0.0))
-    if count:
-        return judged(CheckLevel.WARNING, f"{count:,} rows are in the state {MESSAGE_ERROR}")
-    return fine("none")
+    outbox = await subject.outbox()
+    found, _age_s = _rows(outbox, MESSAGE_ERROR, f"are in the state {MESSAGE_ERROR}")
+    return _graded(False, MESSAGE_ERROR in outbox.counts, found)
 
 
 @book.check(
@@ -93,9 +82,7 @@ async def relays_errors(subject: Subject) -> Finding:
 )
 async def relays_states(subject: Subject) -> Finding:
     problems = (await subject.outbox()).problems
-    if problems:
-        return judged(CheckLevel.FAILS, "relays leave these rows alone", problems)
-    return fine("none")
+    return _graded(problems, False, f"relays leave {len(problems)} rows alone", problems)
 
 
 @book.check(
@@ -107,7 +94,7 @@ async def relays_packet(subject: Subject) -> Finding:
     if packet is None:
         return fine("this database has no such limit")
     found = f"max_allowed_packet is {packet:,} bytes"
-    return fine(found) if packet >= _PACKET_BYTES_MIN else judged(CheckLevel.WARNING, found)
+    return _graded(False, packet < _PACKET_BYTES_MIN, found)
 
 
 @capture_book.check(
@@ -120,9 +107,8 @@ async def relays_capture(subject: Subject) -> Finding:
     steps = await subject.capture_steps()
     open_ = [step for step in steps if step.state is not StepState.DONE]
     lines = [f"{step.state}: {step.text}" for step in open_]
-    if any(step.state is not StepState.ADVICE for step in open_):
-        return judged(CheckLevel.FAILS, "steps are missing", lines)
-    return judged(CheckLevel.WARNING if lines else CheckLevel.OK, f"{len(steps)} steps", lines)
+    missing = any(step.state is not StepState.ADVICE for step in open_)
+    return _graded(missing, lines, f"{len(open_)} of {len(steps)} steps are open", lines)
 
 
 @kafka_book.check(
@@ -133,11 +119,23 @@ async def relays_capture(subject: Subject) -> Finding:
 async def relays_topic(subject: Subject) -> Finding:
     name, topic = await subject.positions_topic()
     if topic is None:
-        return judged(CheckLevel.WARNING, f"{name} does not exist: a relay creates it at its start")
+        return _graded(False, True, f"{name} does not exist: a relay creates it at its start")
     policy = topic.configs.get("cleanup.policy")
     problems = []
     if topic.partitions != 1:
         problems.append(f"it has {topic.partitions} partitions instead of one")
     if policy != "compact":
         problems.append(f"cleanup.policy is {policy}: Kafka deletes positions")
-    return judged(CheckLevel.FAILS, name, problems) if problems else fine(name)
+    return _graded(problems, False, name, problems)
+
+
+def _rows(outbox: OutboxFacts, state: str, what: str) -> tuple[str, float]:
+    """Return the number of rows in a state as text, and the age of the oldest, seconds."""
+    count, age_s = outbox.counts.get(state, (0, 0.0))
+    oldest = f", the oldest for {age_s:.0f} s" if count else ""
+    return f"{count:,} rows {what}{oldest}", age_s
+
+
+def _graded(fails: object, warns: object, found: str, lines: Sequence[str] = ()) -> Finding:
+    level = CheckLevel.FAILS if fails else CheckLevel.WARNING if warns else CheckLevel.OK
+    return judged(level, found, lines)

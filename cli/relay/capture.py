@@ -16,7 +16,7 @@ from txbroker.cli.setting_options import settings_from
 from txbroker.config.settings import Settings
 from txbroker.proxy.observe.logging import configure_logging
 from txbroker.relay.capture.plan import Capture, open_capture
-from txbroker.relay.capture.setup import Step, StepState
+from txbroker.relay.capture.setup import Step, StepState, refusals
 
 COLUMNS = (
     TableColumn("STATE"),
@@ -102,8 +102,7 @@ def _show(steps: Sequence[Step], output: str) -> None:
 
 
 def _refuse(steps: Sequence[Step]) -> None:
-    refused = [each.text for each in steps if each.state is StepState.REFUSED]
-    if refused:
+    if refused := refusals(steps):
         raise CommandFailed(f"nothing was changed: {'; '.join(refused)}")
 
 

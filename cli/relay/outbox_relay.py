@@ -13,6 +13,9 @@ from txbroker.cli.run import usage_errors
 from txbroker.cli.setting_options import settings_from
 from txbroker.databases.urls import from_url
 
+_OPTIONS = ("check_url", "check_after_s", "retries_max", "keep_s", "shards")
+"""Passed on to `Relay`."""
+
 
 @click.command("relay", cls=SectionedCommand)
 @click.argument("url", envvar="TXBROKER_DATABASE_URL")
@@ -35,12 +38,7 @@ def command(
     config: Path | None,
     until_drained: bool,
     metrics_listen: str | None,
-    check_url: str | None,
     check_secret_file: Path | None,
-    check_after_s: float,
-    retries_max: int,
-    keep_s: float,
-    shards: int | None,
     **options: Any,
 ) -> None:
     """Deliver the rows of an outbox to Kafka, exactly once, until SIGINT or SIGTERM.
@@ -51,20 +49,17 @@ def command(
     from txbroker.proxy.observe.logging import configure_logging
     from txbroker.relay import Outbox, Relay
 
+    of_relay = {name: options.pop(name) for name in _OPTIONS}
     settings = settings_from(config, options)
     configure_logging(settings.log_format, settings.log_level)
     with usage_errors():
         relay = Relay(
             Outbox(from_url(url)),
             settings.kafka,
-            check_url=check_url,
             check_secret=read_secret(check_secret_file),
-            check_after_s=check_after_s,
-            retries_max=retries_max,
-            keep_s=keep_s,
-            shards=shards,
             topic_prefix=settings.topic_prefix,
             security=security_of(settings),
+            **of_relay,
         )
 
     async def start() -> Relay:

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from tests.alerts import promql
-from txbroker.consumer.statistics import METRICS, ConsumerMetric
-from txbroker.proxy.observe.metrics import Described, Metrics
+from txbroker.consumer.statistics import METRICS
+from txbroker.proxy.observe.metrics import Metrics
 from txbroker.relay.metrics import METRICS as RELAY_METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def rules() -> list[dict[str, Any]]:
 
 RULES = rules()
 NAMES = {rule["alert"] for rule in RULES}
-DESCRIBED: list[Described | ConsumerMetric] = [*Metrics().described(), *METRICS, *RELAY_METRICS]
+DESCRIBED = [*Metrics().described(), *METRICS, *RELAY_METRICS]
 KNOWN = promql.series({one.name: (one.kind, one.labels) for one in DESCRIBED})
 PAGES = sorted(path for path in RUNBOOKS.glob("*.md") if path.name != "README.md")
 

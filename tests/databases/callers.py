@@ -70,7 +70,8 @@ def _raw(place: Place) -> Any:
     return connect(place.url)
 
 
-def _autocommit(place: Place) -> Any:
+def autocommitting(place: Place) -> Any:
+    """Return a connection that commits each statement."""
     connection = connect(place.url)
     if place.dialect.name == "sqlite":
         connection.isolation_level = None
@@ -115,7 +116,7 @@ def dbapi(
 
     @contextmanager
     def outside(place: Place) -> Iterator[Any]:
-        with closing(_autocommit(place)) as connection:
+        with closing(autocommitting(place)) as connection:
             yield shown(connection)
 
     return Caller(kind, inside, outside)
@@ -258,7 +259,7 @@ _BEGIN = {"sqlite": "BEGIN", "postgresql": "BEGIN", "mariadb": "START TRANSACTIO
 
 CALLERS = {
     **{f"{kind}": dbapi(kind) for kind in DRIVERS},
-    **{f"{kind} autocommit": dbapi(kind, _autocommit, begin=_BEGIN[kind]) for kind in DRIVERS},
+    **{f"{kind} autocommit": dbapi(kind, autocommitting, begin=_BEGIN[kind]) for kind in DRIVERS},
     **{f"{kind} dictionaries": dbapi(kind, _dictionaries) for kind in DRIVERS},
     **{f"{kind} unknown": dbapi(kind, shown=Wrapped) for kind in DRIVERS if kind != "sqlite"},
     **{f"{kind} Connection": alchemy(kind, lambda engine: engine.connect()) for kind in DRIVERS},

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,19 @@ class Result(NamedTuple):
 
 
 Call = Callable[..., Result]
+
+
+@contextlib.contextmanager
+def running(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """Run a relay's command in a process, and wait until it runs."""
+    command = [TXBROKER, *map(str, arguments)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            assert "running" in process.stderr.readline()
+            yield process
+        finally:
+            process.kill()
 
 
 class Dev:

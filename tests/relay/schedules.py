@@ -106,7 +106,9 @@ class Relay:
         leases = Leases(SQLITE, f"relay {next(_numbers)}", 10)
         world.take(leases.owner, shard)
         thread = cast(DatabaseThread, self)
-        source = OutboxSource(named, rows, thread, self, RETRIES, lambda: leases.owned(shard))
+        source = OutboxSource(
+            named, rows, thread, cast(Any, self), RETRIES, lambda: leases.owned(shard)
+        )
         sink = RelaySink(cast(Any, world), self._writer, POSITIONS)
         self.task = asyncio.ensure_future(self._run(Pump("outbox", source, sink, PumpEvents())))
 

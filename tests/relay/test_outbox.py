@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
 from zlib import crc32
 
 import pytest
 
-from tests.databases.callers import ASYNC_CALLERS, CALLERS
-from tests.databases.places import Place, connect, place_of, run
+from tests.databases.callers import ASYNC_CALLERS, CALLERS, autocommitting
+from tests.databases.places import Place, place_of, run
 from tests.kit.until import until
 from tests.relay.shops import Row, emptied, message, order, orders, rows, states
 from txbroker.core.records import Decision, Message
@@ -136,7 +136,7 @@ def test_unit_is_used_again_while_the_look_fails(
 
 
 def test_block_is_one_transaction(kind: Place, outbox: Outbox) -> None:
-    for open_ in (kind.connect, lambda: autocommit(kind)):
+    for open_ in (kind.connect, lambda: autocommitting(kind)):
         with closing(open_()) as connection:
             with outbox.transaction(connection, message("a"), message("b")) as prepared:
                 order(connection, "42")
@@ -161,17 +161,6 @@ def fail_in_block(outbox: Outbox, connection: Any) -> None:
 
     with pytest.raises(ZeroDivisionError):
         act()
-
-
-def autocommit(place: Place) -> Any:
-    connection = connect(place.url)
-    if place.dialect.name == "sqlite":
-        connection.isolation_level = None
-    elif place.dialect.name == "postgresql":
-        connection.autocommit = True
-    else:
-        connection.autocommit(True)
-    return connection
 
 
 def test_block_joins_an_open_transaction(kind: Place, outbox: Outbox) -> None:
@@ -319,6 +308,17 @@ def test_final_messages_must_fit(kind: Place, outbox: Outbox) -> None:
 # --- connections -----------------------------------------------------------------------------
 
 
+def _chosen(callers: Mapping[str, Any], ends: tuple[str, ...]) -> list[Any]:
+    """Return kind and name of the callers whose names end so."""
+    return [
+        pytest.param(
+            caller.kind, name, id=name, marks=[pytest.mark.full] * (caller.kind != "sqlite")
+        )
+        for name, caller in callers.items()
+        if name.endswith(ends)
+    ]
+
+
 @pytest.fixture
 def caller_place(request: pytest.FixtureRequest, tmp_path: Any) -> Place:
     return place_of(request, tmp_path, request.param)
@@ -326,13 +326,7 @@ def caller_place(request: pytest.FixtureRequest, tmp_path: Any) -> Place:
 
 @pytest.mark.parametrize(
     ("caller_place", "name"),
-    [
-        pytest.param(
-            caller.kind, name, id=name, marks=[pytest.mark.full] * (caller.kind != "sqlite")
-        )
-        for name, caller in CALLERS.items()
-        if name.endswith((" unknown", " Connection", " scoped_session", " Django"))
-    ],
+    _chosen(CALLERS, (" unknown", " Connection", " scoped_session", " Django")),
     indirect=["caller_place"],
 )
 def test_each_kind_of_connection_is_taken(caller_place: Place, name: str) -> None:
@@ -358,13 +352,7 @@ def test_each_kind_of_connection_is_taken(caller_place: Place, name: str) -> Non
 
 @pytest.mark.parametrize(
     ("caller_place", "name"),
-    [
-        pytest.param(
-            caller.kind, name, id=name, marks=[pytest.mark.full] * (caller.kind != "sqlite")
-        )
-        for name, caller in ASYNC_CALLERS.items()
-        if not name.endswith(("psycopg", "asyncpg", " AsyncConnection"))
-    ],
+    _chosen(ASYNC_CALLERS, (" block", " pool", "Session", "scoped_session")),
     indirect=["caller_place"],
 )
 async def test_each_kind_of_awaited_connection_is_taken(caller_place: Place, name: str) -> None:

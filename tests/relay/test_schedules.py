@@ -8,7 +8,8 @@ import pytest
 import structlog
 
 from tests.relay.schedules import run_schedules
-from txbroker.relay import outbox_source, pump, sink
+from txbroker.door import placing
+from txbroker.relay import outbox_source, pump
 
 SCHEDULES = int(os.environ.get("TXBROKER_SCHEDULES", "1500"))
 PARTS = 6
@@ -22,8 +23,8 @@ def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_source, "_PIECE_ROWS", 2)
     monkeypatch.setattr(outbox_source, "_DELIVERY_BYTES", 1500)
     monkeypatch.setattr(pump, "grown_pause_s", lambda *_: 0.0)
-    monkeypatch.setattr(sink, "_KNOWN_S", 0.0)
-    monkeypatch.setattr(sink, "_MISSING_S", 0.0)
+    monkeypatch.setattr(placing, "_KNOWN_S", 0.0)
+    monkeypatch.setattr(placing, "_MISSING_S", 0.0)
 
 
 @pytest.mark.rule(47, 48, 49, 50, 51)

@@ -18,7 +18,6 @@ from txbroker.consumer.committer import Committer
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import Work, size_of, source_of
 from txbroker.consumer.stores.pending import Pending
-from txbroker.consumer.waiting import Background
 from txbroker.core.consuming.aside import (
     AsideKeys,
     clearance_record,
@@ -31,6 +30,7 @@ from txbroker.door.consuming import EARLIEST, LATEST, Copy, Fetcher, Partition
 from txbroker.error_text import safe_repr
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
+from txbroker.net.tasks import Background
 from txbroker.net.timers import grown_pause_s
 
 if TYPE_CHECKING:

@@ -17,12 +17,14 @@ from typing import Any, Self, TypeVar, Unpack
 
 from msgspec import Struct
 
-from txbroker.consumer.consumer import Consumer, HasConsumingDoor
+from txbroker.consumer.consumer import Consumer
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.settings import ConsumerOptions
-from txbroker.consumer.statistics import ConsumerCollector, Statistics
+from txbroker.consumer.statistics import Statistics
 from txbroker.consumer.workers import Handler
+from txbroker.door.consuming import HasConsumingDoor
 from txbroker.errors import ConfigurationError
+from txbroker.metrics import Collector
 
 T = TypeVar("T")
 
@@ -133,7 +135,7 @@ class BlockingConsumer:
         """As `Consumer.statistics`."""
         return self._call(self._consumer.statistics)
 
-    def collector(self) -> ConsumerCollector:
+    def collector(self) -> Collector:
         """As `Consumer.collector`."""
         return self._consumer.collector()
 

@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self, Unpack
+from typing import Any, Self, Unpack
 
 import structlog
 
@@ -21,26 +21,20 @@ from txbroker.consumer.engine import SWEEP_S, Engine, Suspension
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.reader import AllPartitions, Reader
 from txbroker.consumer.settings import ConsumerOptions, ConsumerSettings
-from txbroker.consumer.statistics import ConsumerCollector, Statistics, statistics
+from txbroker.consumer.statistics import Statistics, collector, statistics
 from txbroker.consumer.stores.chosen import Stores
-from txbroker.consumer.waiting import Background
 from txbroker.consumer.workers import Handler, HandlerOptions, Workers, iterate
-from txbroker.door.consuming import ConsumingDoor, GroupMember, TopicIdentity
+from txbroker.door.consuming import ConsumingDoor, GroupMember, HasConsumingDoor, TopicIdentity
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.metrics import Collector
+from txbroker.net.tasks import Background
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _REFRESH_S = 5.0
 """Between looks for new topics and partitions."""
 _INTERNAL = "__"
-
-
-class HasConsumingDoor(Protocol):
-    """A Kafka that is no address, such as `txbroker.testing.InMemoryBroker`."""
-
-    def consuming_door(self) -> ConsumingDoor:
-        """Return a door for one consumer."""
 
 
 class Consumer:
@@ -367,6 +361,6 @@ class Consumer:
         """Return the figures of this consumer."""
         return statistics(self._engine)
 
-    def collector(self) -> ConsumerCollector:
+    def collector(self) -> Collector:
         """Return its metrics for `prometheus_client.REGISTRY.register`."""
-        return ConsumerCollector(self._settings.group or "", self._engine)
+        return collector(self._settings.group or "", self._engine)

@@ -22,7 +22,6 @@ from txbroker.consumer.committer import CommitPolicy, Committer, Store, StoreTra
 from txbroker.consumer.message import MessageLease
 from txbroker.consumer.partition import Work
 from txbroker.consumer.positions import Positions, RecordsDeleted, StartOptions
-from txbroker.consumer.waiting import Background
 from txbroker.core.consuming.position import (
     Position,
 )
@@ -40,6 +39,7 @@ from txbroker.door.consuming import (
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.failpoints import failpoint
+from txbroker.net.tasks import Background
 from txbroker.net.timers import grown_pause_s
 
 if TYPE_CHECKING:

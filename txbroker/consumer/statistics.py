@@ -1,34 +1,26 @@
-"""Figures of a consumer, and their export to Prometheus."""
+"""Figures of a consumer."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import TypeAlias
 
 from msgspec import Struct
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from txbroker.consumer.engine import Engine
 from txbroker.consumer.partition import due_ms
 from txbroker.door.consuming import Partition
+from txbroker.metrics import Collector, Described, Samples
 
+ConsumerCollector: TypeAlias = Collector
 _PREFIX = "txbroker_consumer_"
 _RETRY = "retry_"
 _RESULTS = ("handled", "failed", "dropped", "dead", "aside", "aside_full", "copy_refused", "gap")
 
 
-class ConsumerMetric(NamedTuple):
-    """A metric, as the reference lists it."""
-
-    name: str
-    kind: str
-    labels: tuple[str, ...]
-    text: str
-
-
 METRICS = tuple(
-    ConsumerMetric(f"{_PREFIX}{name}", kind, ("group", *labels), text)
+    Described(f"{_PREFIX}{name}", kind, ("group", *labels), text)
     for name, kind, labels, text in (
         ("aside_keys", "gauge", (), "Set-aside keys of its partitions."),
         ("buffered_bytes", "gauge", (), "Memory of messages."),
@@ -115,47 +107,28 @@ def _oldest_ms(engine: Engine) -> int | None:
     return min(times, default=None)
 
 
-class ConsumerCollector:
-    """Metrics of a consumer: `prometheus_client.REGISTRY.register(consumer.collector())`."""
-
-    def __init__(self, group: str, engine: Engine) -> None:
-        self._group = group
-        self._engine = engine
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: a registry refuses names that it has, and a process may have several
-        consumers, whose series differ by their group."""
-        return []
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the metrics."""
-        # Registries are read in threads; positions change where they are read.
-        now = self._engine.waiting.result_of(lambda: statistics(self._engine))
-        counts = dict(now.counts)
-        samples: dict[str, dict[tuple[str, ...], float]] = {
-            "lag": {(topic, str(number)): lag for (topic, number), lag in now.lag.items()},
-            "oldest_unfinished_seconds": {(): now.oldest_unfinished_s},
-            "in_flight": {(): now.in_flight},
-            "buffered_bytes": {(): now.buffered_bytes},
-            "aside_keys": {(): now.aside_keys},
-            "overflow": {(): now.overflow},
-            "fenced_total": {(): counts.pop("fenced", 0)},
-            "retries_total": {
-                (name.removeprefix(_RETRY),): counts.pop(name)
-                for name in list(counts)
-                if name.startswith(_RETRY)
-            },
-            # From the start, or the first increase could not be seen.
-            "messages_total": {(name,): 0 for name in _RESULTS},
-        }
-        samples["messages_total"] |= {(name,): count for name, count in counts.items()}
-        for metric in METRICS:
-            family = _family(metric)
-            for labels, value in samples[metric.name.removeprefix(_PREFIX)].items():
-                family.add_metric([self._group, *labels], value)
-            yield family
+def collector(group: str, engine: Engine) -> Collector:
+    """Return the metrics of an engine, for Prometheus."""
+    return Collector(group, _PREFIX, METRICS, lambda: _samples(engine))
 
 
-def _family(metric: ConsumerMetric) -> CounterMetricFamily | GaugeMetricFamily:
-    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    return kind(metric.name, metric.text, labels=metric.labels)
+def _samples(engine: Engine) -> Samples:
+    # Registries are read in threads; positions change where they are read.
+    now = engine.waiting.result_of(lambda: statistics(engine))
+    counts = dict(now.counts)
+    return {
+        "lag": {(topic, str(number)): lag for (topic, number), lag in now.lag.items()},
+        "oldest_unfinished_seconds": {(): now.oldest_unfinished_s},
+        "in_flight": {(): now.in_flight},
+        "buffered_bytes": {(): now.buffered_bytes},
+        "aside_keys": {(): now.aside_keys},
+        "overflow": {(): now.overflow},
+        "fenced_total": {(): counts.pop("fenced", 0)},
+        "retries_total": {
+            (name.removeprefix(_RETRY),): counts.pop(name)
+            for name in list(counts)
+            if name.startswith(_RETRY)
+        },
+        # From the start, or the first increase could not be seen.
+        "messages_total": {(name,): counts.get(name, 0) for name in (*_RESULTS, *counts)},
+    }

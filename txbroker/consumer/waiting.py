@@ -1,4 +1,4 @@
-"""Waiting for messages: one taker is woken at a time, and wakes the next one. Background tasks."""
+"""Waiting for messages: one taker is woken at a time, and wakes the next one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 T = TypeVar("T")
 _BLOCKED_S = 5.0
@@ -122,43 +122,6 @@ class Waiting:
         """Wake all takers and watchers."""
         _end(self.takers)
         _end(self.watchers)
-
-
-class Background:
-    """Tasks of a consumer.
-
-    Args:
-        failed: called with the error of a task.
-    """
-
-    def __init__(self, failed: Callable[[Exception], None]) -> None:
-        self._failed = failed
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task, and return it."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception):
-            self._failed(error)
-
-    async def wait(self, timeout_s: float) -> None:
-        """Wait until they have ended, or for a time."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout_s)
-
-    async def end(self) -> None:
-        """Cancel them, and wait until they have ended."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _end(waiters: deque[asyncio.Future[int]]) -> None:

@@ -100,16 +100,14 @@ class Barrier:
         """
         transaction_id = _checked(transaction)
         with self.database.explained():
-            if tables.CONSUMING.name not in self.database.prepared:
-                self.database.prepare()
+            self.database.ready()
             return self.database.apart(self._check(transaction_id), self._lock_wait_s)
 
     async def check_async(self, transaction: str | CheckRequest) -> Decision | NotYet:
         """`check` for asyncio."""
         transaction_id = _checked(transaction)
         with self.database.explained():
-            if tables.CONSUMING.name not in self.database.prepared:
-                await self.database.prepare_async()
+            await self.database.ready_async()
             return await self.database.apart_async(self._check(transaction_id), self._lock_wait_s)
 
     def forget(self, older_than_s: float) -> int:
@@ -127,8 +125,7 @@ class Barrier:
 
     async def forget_async(self, older_than_s: float) -> int:
         """`forget` for asyncio."""
-        with self.database.explained():
-            return await self.database.apart_async(self._forget(older_than_s))
+        return await self.database.ask(self._forget(older_than_s))
 
     def _record(self, transaction_id: str) -> Steps[None]:
         if self._dialect is SQLITE:

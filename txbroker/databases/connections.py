@@ -100,8 +100,7 @@ def join(database: Database, connection: Any, tables: TableSet = CONSUMING) -> J
     Raises:
         ConfigurationError, DatabaseUnavailable: see `run_on`.
     """
-    if tables.name not in database.prepared:
-        database.prepare(tables)
+    database.ready(tables)
     return Joined(database, tables, *_plain(connection, database))
 
 
@@ -109,8 +108,7 @@ async def join_async(
     database: Database, connection: Any, tables: TableSet = CONSUMING
 ) -> JoinedAsync:
     """`join` for asyncio."""
-    if tables.name not in database.prepared:
-        await database.prepare_async(tables)
+    await database.ready_async(tables)
     return JoinedAsync(database, tables, *await _asynchronous(connection, database))
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from txbroker.databases.dialect import Dialect, Fault, original
-from txbroker.databases.sessions import AsyncSession, DriverSession, PlainSession
+from txbroker.databases.sessions import AsyncSession, DriverSession, PlainSession, in_thread
 from txbroker.databases.steps import Query, Steps, run, run_async
 from txbroker.databases.tables import CONSUMING, TableSet, create, prepare
 from txbroker.errors import ConfigurationError, TxbrokerError
@@ -114,12 +113,21 @@ class Database:
     async def apart_async(self, steps: Steps[T], lock_wait_s: float = LOCK_WAIT_S) -> T:
         """`apart` for asyncio; in a thread if the driver is not asynchronous."""
         if not self.asynchronous:
-            return await asyncio.to_thread(self.apart, steps, lock_wait_s)
+            return await in_thread(lambda: self.apart(steps, lock_wait_s))
         session = await self.open_async(lock_wait_s)
         try:
             return await run_async(steps, session.execute)
         finally:
             await session.close()
+
+    async def ask(self, steps: Steps[T]) -> T:
+        """`apart_async`; its errors are sentences.
+
+        Raises:
+            ConfigurationError, DatabaseUnavailable
+        """
+        with self.explained():
+            return await self.apart_async(steps)
 
     # --- tables ------------------------------------------------------------------------------
 
@@ -158,6 +166,16 @@ class Database:
         with self.explained(_FIRST_STEP, tables):
             self.file = await self.apart_async(self._preparation(tables), PREPARE_WAIT_S)
         self.prepared.add(tables.name)
+
+    def ready(self, tables: TableSet = CONSUMING) -> None:
+        """`prepare`, once."""
+        if tables.name not in self.prepared:
+            self.prepare(tables)
+
+    async def ready_async(self, tables: TableSet = CONSUMING) -> None:
+        """`ready` for asyncio."""
+        if tables.name not in self.prepared:
+            await self.prepare_async(tables)
 
     def _preparation(self, tables: TableSet) -> Steps[str]:
         return prepare(self.dialect, self.name, create_tables=self.create_tables, tables=tables)

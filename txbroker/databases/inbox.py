@@ -74,8 +74,7 @@ class Inbox:
 
     async def forget_async(self, older_than_s: float) -> int:
         """`forget` for asyncio."""
-        with self.database.explained():
-            return await self.database.apart_async(self._forget(older_than_s))
+        return await self.database.ask(self._forget(older_than_s))
 
     def _forget(self, older_than_s: float) -> Steps[int]:
         return tables.forget(

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from typing import Any, Protocol
+from queue import SimpleQueue
+from threading import Semaphore, Thread
+from typing import Any, Protocol, TypeVar
 
-from txbroker.databases.dialect import Dialect
+from txbroker.databases.dialect import Dialect, Fault
 from txbroker.databases.steps import Query, Result, with_placeholders
 from txbroker.errors import ConfigurationError
 
+T = TypeVar("T")
+_PROBE = Query("SELECT 1")
+_CLOSE_S = 0.5
+_BUSY_ATTEMPTS = 20
+_BUSY_PAUSE_S, _BUSY_PAUSE_MAX_S = 0.005, 0.5
 _IDLE_MAX, _IDLE_S = 8, 30.0
 _of_parents: list[Any] = []
 """Sessions of the process that forked this one: never closed."""
@@ -149,7 +159,7 @@ class SessionPool:
         try:
             yield session
         except BaseException:
-            _close(session)
+            close_quietly(session)
             self.close()
             raise
         if len(self._idle) < _IDLE_MAX:
@@ -160,7 +170,7 @@ class SessionPool:
     def close(self) -> None:
         """Close the idle sessions."""
         while session := self._take():
-            _close(session)
+            close_quietly(session)
 
     def _take(self) -> PlainSession | None:
         """Return an idle session, no longer the pool's; close those that a server or a proxy may
@@ -176,10 +186,10 @@ class SessionPool:
                 return None
             if time.monotonic() - since < _IDLE_S:
                 return session
-            _close(session)
+            close_quietly(session)
 
 
-def _close(session: PlainSession) -> None:
+def close_quietly(session: PlainSession) -> None:
     """Close a session after an error, which is the one to raise."""
     with suppress(Exception):
         session.close()
@@ -267,3 +277,161 @@ def _driver_of(connection: Any) -> str:
             return package
     name: str = connection.__module__.partition(".")[0]
     return name
+
+
+# --- threads ---------------------------------------------------------------------------------
+# They are daemons: a server that hangs does not keep the process from its end, which the threads
+# of `concurrent.futures` and `asyncio.to_thread` would.
+
+
+class HandlerFailed(Exception):
+    """The handler raised an error, whatever its class.
+
+    Attributes:
+        session_lost: the connection that it received cannot be used any more.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+        self.session_lost = False
+
+
+def note_lost(error: BaseException) -> None:
+    """Note in the error of a handler that its session is lost."""
+    if isinstance(error, HandlerFailed):
+        error.session_lost = True
+
+
+class SessionThreads:
+    """Threads with a session each, which call functions.
+
+    Args:
+        opener: opens a session.
+        count: of threads, at most.
+
+    Attributes:
+        opened: how many sessions were opened.
+    """
+
+    def __init__(self, opener: Callable[[], PlainSession], name: str, count: int = 1) -> None:
+        self._open = opener
+        self._name = name
+        self._count = count
+        self.opened = 0
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[PlainSession], Any]] | None]
+        self._calls = SimpleQueue()
+        self._idle = Semaphore(0)
+        self._closed = False
+        self._threads: list[Future[None]] = []
+        """Done when they end."""
+
+    def submit(self, function: Callable[[PlainSession], T]) -> Future[T]:
+        """Call a function in a thread. After an error its session is rolled back, and closed if it
+        cannot be used again."""
+        if self._closed:
+            raise RuntimeError(f"threads {self._name} are closed")
+        future: Future[T] = Future()
+        self._calls.put((future, function))
+        if len(self._threads) < self._count and not self._idle.acquire(blocking=False):
+            self._threads.append(_in_thread(self._run, self._name))
+        return future
+
+    async def call(self, function: Callable[[PlainSession], T]) -> T:
+        """`submit`, and wait for the result. A cancelled call that has begun goes on alone; one
+        that waits for a thread does not begin."""
+        return await asyncio.wrap_future(self.submit(function))
+
+    async def close(self) -> None:
+        """End the threads after the calls that wait, and close their sessions; after half a second
+        go on without them."""
+        self._closed = True
+        for _ in self._threads:
+            self._calls.put(None)
+        if self._threads:
+            await asyncio.wait(map(asyncio.wrap_future, self._threads), timeout=_CLOSE_S)
+
+    # --- in a thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        session: PlainSession | None = None
+        while call := self._calls.get():
+            session = self._called(session, *call)
+            del call  # what it holds may be large
+            self._idle.release()
+        if session is not None:
+            close_quietly(session)
+
+    def _called(
+        self,
+        session: PlainSession | None,
+        future: Future[T],
+        function: Callable[[PlainSession], T],
+    ) -> PlainSession | None:
+        """Call a function, and return the session if it can be used again."""
+        if not future.set_running_or_notify_cancel():
+            return session
+        try:
+            if session is None:
+                session = self._open()
+                self.opened += 1
+            result = function(session)
+        except BaseException as error:
+            if session is not None and not _can_be_used(session):
+                close_quietly(session)
+                note_lost(error)
+                session = None
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        return session
+
+
+def _can_be_used(session: PlainSession) -> bool:
+    """Roll back, and return whether a session can be used again."""
+    try:
+        session.rollback()
+        session.execute(_PROBE)  # PyMySQL does not show that its connection is lost
+    except Exception:
+        return False
+    return True
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Call a function in a thread made for it. A cancelled call goes on alone."""
+    return await asyncio.wrap_future(_in_thread(function, "txbroker-call"))
+
+
+def _in_thread(function: Callable[[], T], name: str) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+async def while_busy(dialect: Dialect, attempt: Callable[[], Awaitable[T]]) -> T:
+    """Repeat an attempt while other transactions are in its way.
+
+    Raises: the driver's error.
+    """
+    for number in range(_BUSY_ATTEMPTS - 1):
+        try:
+            return await attempt()
+        except Exception as error:
+            if dialect.fault(error) is not Fault.BUSY:
+                raise
+        await busy_pause(number)
+    return await attempt()
+
+
+async def busy_pause(attempt: int) -> None:
+    """Wait for a random time, which grows with each attempt, so that others can end."""
+    longest_s = min(_BUSY_PAUSE_MAX_S, _BUSY_PAUSE_S * 2**attempt)
+    await asyncio.sleep(random.uniform(longest_s / 2, longest_s))

@@ -298,3 +298,10 @@ class ConsumingDoor(Protocol):
 
     async def committed(self, group: str) -> dict[Partition, StoredOffset]:
         """Return all committed offsets of a group."""
+
+
+class HasConsumingDoor(Protocol):
+    """A Kafka that is no address, such as `txbroker.testing.InMemoryBroker`."""
+
+    def consuming_door(self) -> ConsumingDoor:
+        """Return a door for one consumer or relay."""

@@ -11,11 +11,12 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from txbroker.config.settings import ENV_PREFIX, Settings
-from txbroker.consumer.statistics import METRICS, ConsumerMetric
+from txbroker.consumer.statistics import METRICS
 from txbroker.errors import request_errors
+from txbroker.metrics import Described
 from txbroker.proxy.http.api import SESSION_PATH, operations
 from txbroker.proxy.http.operations import Operation, describe
-from txbroker.proxy.observe.metrics import Described, Metrics
+from txbroker.proxy.observe.metrics import Metrics
 from txbroker.relay.metrics import METRICS as RELAY_METRICS
 
 _NOTICE = "<!-- Written by `python -m txbroker.proxy.reference`; edit the code instead. -->\n"
@@ -217,7 +218,7 @@ def _metrics() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _metric(metric: Described | ConsumerMetric) -> str:
+def _metric(metric: Described) -> str:
     labels = ", ".join(f"`{label}`" for label in metric.labels)
     return f"| `{metric.name}` | {metric.kind} | {labels} | {_cell(metric.text)} |"
 

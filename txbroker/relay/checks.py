@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import structlog
@@ -31,8 +30,8 @@ from txbroker.contract import policy
 from txbroker.contract.checks import CheckFunction, CheckRequest, Commit, NotYet
 from txbroker.contract.signing import secret_key
 from txbroker.core.records import CheckReason, Decision
-from txbroker.databases.dialect import Dialect
 from txbroker.databases.outbox.undecided import CHECKS_MAX, UndecidedRows
+from txbroker.databases.sessions import in_thread
 from txbroker.errors import ConfigurationError, TxbrokerError
 from txbroker.relay.outbox_source import message_of
 from txbroker.relay.sessions import DatabaseThread
@@ -45,7 +44,6 @@ log = structlog.wrap_logger(logging.getLogger(__name__))
 _DUE_MAX = 500
 TIMEOUT_S = 10.0
 """How long an answer may take, seconds."""
-_THREADS = 8
 
 
 class NoMetrics:
@@ -144,15 +142,13 @@ class OutboxChecks(CheckOwner):
             await self._thread.transaction(lambda: rows.undecided(id, number, result.detail))
 
 
-def open_checks(
-    settings: RelaySettings, group: str, dialect: Dialect, thread: DatabaseThread
-) -> OutboxChecks:
+def open_checks(settings: RelaySettings, group: str, thread: DatabaseThread) -> OutboxChecks:
     """Return the checks of a relay with `check` or `check_url`.
 
     Raises:
         ConfigurationError: the URL or the secret is malformed.
     """
-    rows = UndecidedRows(dialect, settings.check_after_s, settings.check_interval_s)
+    rows = UndecidedRows(thread.dialect, settings.check_after_s, settings.check_interval_s)
     if settings.check_url is None:
         return OutboxChecks(group, rows, thread, FunctionFinder(settings.check))
     finder = UrlFinder(settings.check_url, settings.check_secret)
@@ -163,36 +159,27 @@ def open_checks(
 
 
 class FunctionFinder:
-    """Asks a check function: a coroutine function, or a plain one in a thread."""
+    """Asks a check function: a coroutine function, or a plain one in a thread. It is each call's
+    channel."""
+
+    endpoint = "function"
+    instance = ""
 
     def __init__(self, function: CheckFunction) -> None:
         self._function = function
-        self._threads = ThreadPoolExecutor(_THREADS, "txbroker-check")
 
     def at_hand(self, group: str, prefer: str) -> Channel | None:
         """See `Finder.at_hand`."""
-        return FunctionChannel(self._function, self._threads)
+        return self
 
     async def acquire(
         self, group: str, prefer: str, avoid: Collection[str] = ()
     ) -> Channel | Unreached:
         """See `Finder.acquire`."""
-        return FunctionChannel(self._function, self._threads)
+        return self
 
     async def close(self) -> None:
-        """Begin no further calls."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-class FunctionChannel:
-    """One call of a check function."""
-
-    endpoint = "function"
-    instance = ""
-
-    def __init__(self, function: CheckFunction, threads: ThreadPoolExecutor) -> None:
-        self._function = function
-        self._threads = threads
+        """See `OutboxChecks.close`."""
 
     def ask(self, call: CheckCall, timeout_s: float) -> asyncio.Future[CheckResult]:
         """See `Channel.ask`."""
@@ -223,8 +210,7 @@ class FunctionChannel:
     async def _call(self, request: CheckRequest) -> object:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(request)
-        loop = asyncio.get_running_loop()
-        answer = await loop.run_in_executor(self._threads, self._function, request)
+        answer = await in_thread(lambda: self._function(request))
         return await answer if inspect.isawaitable(answer) else answer
 
 

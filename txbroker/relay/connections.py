@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import structs
 
 from txbroker.config.settings import load_kafka_access
-from txbroker.door.consuming import ConsumingDoor, TopicSpec
+from txbroker.door.consuming import ConsumingDoor, HasConsumingDoor, TopicSpec
 
 TRANSACTION_S = 300.0
 """How long a delivery may take: a database transaction of millions of rows is never split. If a
 relay dies meanwhile and none takes over, readers of its topics wait as long."""
-
-if TYPE_CHECKING:
-    from txbroker.consumer.consumer import HasConsumingDoor
 
 
 async def open_door(

@@ -1,18 +1,16 @@
-"""Figures of a relay, and their export to Prometheus."""
+"""Figures of a relay."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-
-from txbroker.consumer.statistics import ConsumerMetric
+from txbroker.metrics import Collector, Described, Samples
 from txbroker.relay.pump import PumpEvents
 
 _PREFIX = "txbroker_relay_"
 METRICS = tuple(
-    ConsumerMetric(f"{_PREFIX}{name}", kind, ("relay", *labels), text)
+    Described(f"{_PREFIX}{name}", kind, ("relay", *labels), text)
     for name, kind, labels, text in (
         ("delivered_total", "counter", (), "Messages that are visible in their topics."),
         (
@@ -65,8 +63,12 @@ class RelayFigures(PumpEvents):
     def failed(self, error: Exception) -> None:
         self.counts["failures_total"] += 1
 
-    def samples(self) -> dict[str, dict[tuple[str, ...], float]]:
-        """Return the values of each metric by labels, without the relay's name."""
+    def collector(self, relay: str) -> Collector:
+        """Return the metrics of a relay with this name."""
+        return Collector(relay, _PREFIX, METRICS, self.samples)
+
+    def samples(self) -> Samples:
+        """Return the values of the metrics."""
         found: dict[str, dict[tuple[str, ...], float]] = {
             name: {(): self.counts[name]}
             for name in ("delivered_total", "failures_total", "refused_total")
@@ -80,26 +82,3 @@ class RelayFigures(PumpEvents):
         else:
             found["lag_bytes"] = {(): self.lag_bytes}
         return found
-
-
-class RelayCollector:
-    """Metrics of a relay: `prometheus_client.REGISTRY.register(relay.collector())`."""
-
-    def __init__(self, relay: str, figures: RelayFigures) -> None:
-        self._relay = relay
-        self._figures = figures
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: a registry refuses names that it has, and a process may have several
-        relays, whose series differ by their name."""
-        return []
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the metrics."""
-        samples = self._figures.samples()
-        for metric in METRICS:
-            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            family = kind(metric.name, metric.text, labels=metric.labels)
-            for labels, value in samples.get(metric.name.removeprefix(_PREFIX), {}).items():
-                family.add_metric([self._relay, *labels], value)
-            yield family

@@ -33,10 +33,10 @@ from txbroker.databases.outbox.waiting import (
 )
 from txbroker.databases.steps import Steps
 from txbroker.door.delivering import WriterFenced
+from txbroker.door.placing import MessagesRefused, Refusal
 from txbroker.errors import BadRequest, ConfigurationError
 from txbroker.relay.sessions import DatabaseThread
-from txbroker.relay.sink import MessagesRefused
-from txbroker.relay.source import Delivery, Refusal
+from txbroker.relay.source import Delivery
 from txbroker.relay.wakeups import Wakeups
 
 T = TypeVar("T")

@@ -16,11 +16,12 @@ import structlog
 
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.door.delivering import WriterFenced
+from txbroker.door.placing import MessagesRefused
 from txbroker.error_text import safe_repr
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.net.timers import grown_pause_s
-from txbroker.relay.sink import MessagesRefused, RelaySink
+from txbroker.relay.sink import RelaySink
 from txbroker.relay.source import DeliveryRefused, Source
 
 T = TypeVar("T")
@@ -35,6 +36,9 @@ class PumpEvents:
 
     def delivered(self, messages: int) -> None:
         """A delivery is committed, and its source knows it."""
+
+    def reached(self, position: bytes) -> None:
+        """All up to a position is in Kafka, perhaps by a predecessor."""
 
     def refused(self, messages: int) -> None:
         """Kafka refuses messages."""
@@ -87,8 +91,10 @@ class Pump:
         try:
             position = await self._sink.claim()
             self._delivering = False
-            await self._source.resume(position)
+            await self._idle(self._source.resume(position))
             failpoint("relay.resumed")
+            if position is not None:
+                self._events.reached(position)
             while not self._stopping:
                 await self._deliver()
                 self._failures = 0
@@ -133,7 +139,8 @@ class Pump:
                 await self._sink.write(messages)
                 count += len(messages)
             failpoint("relay.written")
-            await self._sink.commit(delivery.position)
+            position = delivery.position
+            await self._sink.commit(position)
         except MessagesRefused as error:
             log.warning(
                 "messages refused",
@@ -159,3 +166,4 @@ class Pump:
         await self._source.delivered(delivery)
         failpoint("relay.delivered")
         self._events.delivered(count)
+        self._events.reached(position)

@@ -13,8 +13,8 @@ from txbroker.errors import ConfigurationError, TxbrokerError, needs
 from txbroker.relay.outbox import Outbox
 
 if TYPE_CHECKING:
-    from txbroker.consumer.consumer import HasConsumingDoor
     from txbroker.contract.checks import CheckFunction
+    from txbroker.door.consuming import HasConsumingDoor
     from txbroker.relay.running import RunningRelay
 
 _HOUR_S = 3600.0
@@ -174,7 +174,7 @@ class Relay:
         return self._running
 
     async def run(self) -> None:
-        """Run until an error that a retry does not cure, and raise it.
+        """Run until `close`, or until an error that a retry does not cure, and raise that.
 
         Raises:
             ConfigurationError: another relay has the name, or the tables or topics were changed.

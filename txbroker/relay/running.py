@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -13,17 +13,17 @@ import structlog
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.outbox.leases import Leases, Named
 from txbroker.databases.outbox.waiting import WaitingRows
-from txbroker.door.consuming import ConsumingDoor
+from txbroker.door.consuming import ConsumingDoor, HasConsumingDoor
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError
+from txbroker.net.tasks import Background
 from txbroker.relay.connections import open_door
-from txbroker.relay.metrics import RelayCollector, RelayFigures
+from txbroker.relay.metrics import RelayFigures
 from txbroker.relay.sessions import DatabaseThread
 from txbroker.relay.shard_pumps import ShardPumps
 from txbroker.relay.shards import Shards, process_name
 
 if TYPE_CHECKING:
-    from txbroker.consumer.consumer import HasConsumingDoor
     from txbroker.relay.checks import OutboxChecks
     from txbroker.relay.outbox import Outbox
     from txbroker.relay.relay import RelaySettings
@@ -50,7 +50,9 @@ class RunningRelay:
         self._stack = contextlib.AsyncExitStack()
         self._closed = False
         self._figures = RelayFigures(lambda: len(self._shards.owned))
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._background = Background(self._fail)
+        self._threads: list[DatabaseThread] = []
         self._door: ConsumingDoor
         self._named: Named
         self._thread: DatabaseThread
@@ -69,10 +71,11 @@ class RunningRelay:
 
     async def _start(self) -> None:
         settings = self._settings
-        await asyncio.to_thread(self._database.prepare, self._outbox.tables)
+        await self._database.prepare_async(self._outbox.tables)
         self._door = await open_door(self._kafka, settings.security, settings.positions)
         self._stack.push_async_callback(self._door.close)
-        self._thread = await self._open_thread()
+        self._stack.push_async_callback(self._close_threads)
+        self._thread = self._open_thread()
         self._leases = Leases(self._database.dialect, process_name(), settings.lease_s)
         self._named = await self._thread.read(self._leases.named)
         if settings.shards not in (None, self._named.shards):
@@ -82,70 +85,62 @@ class RunningRelay:
             self._thread, self._leases, settings.lease_s, self._pumps().open, self._fail
         )
         self._stack.push_async_callback(self._shards.close)
+        checks = self._open_checks()
+        self._stack.push_async_callback(self._background.end)
         # The holder of an SQLite file's lock may itself wait for this start.
         first = asyncio.ensure_future(self._shards.round())
-        self._background(self._shards.run(first))
+        self._background.start(self._shards.run(first))
         await asyncio.wait([first], timeout=_START_S)
         if first.done():
             first.result()
-        self._background(self._upkeep(await self._open_thread()))
-        await self._start_checks()
+        self._background.start(self._upkeep(self._open_thread()))
+        if checks is not None:
+            self._background.start(self._check(checks, min(1.0, settings.check_interval_s)))
 
     def _pumps(self) -> ShardPumps:
         return ShardPumps(
             self._outbox, self._named, self._leases, self._door, self._settings, self._figures
         )
 
-    async def _open_thread(self) -> DatabaseThread:
+    def _open_thread(self) -> DatabaseThread:
         thread = DatabaseThread(self._database, self._outbox.tables)
-        self._stack.push_async_callback(thread.close)
+        self._threads.append(thread)
         return thread
 
-    def _background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        task.add_done_callback(self._ended)
-
-        async def end() -> None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-        self._stack.push_async_callback(end)
-
-    def _ended(self, task: asyncio.Future[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception):
-            self._fail(error)
+    async def _close_threads(self) -> None:
+        await asyncio.gather(*(thread.close() for thread in self._threads))
 
     def _fail(self, error: Exception) -> None:
-        if not self._failed.done():
+        if not self._ended.done():
             log.error("relay stopped", relay=self._named.relay, error=safe_repr(error))
-            self._failed.set_exception(error)
-            self._failed.exception()  # or it is reported as never retrieved
+            self._ended.set_exception(error)
+            self._ended.exception()  # or it is reported as never retrieved
 
     async def close(self) -> None:
         """See `Relay.close`."""
         self._closed = True
         await self._stack.aclose()
+        if not self._ended.done():
+            self._ended.set_result(None)
 
     def check(self) -> None:
         """Raise the error that has stopped the relay, if one has."""
-        if self._failed.done():
-            self._failed.result()
+        if self._ended.done():
+            self._ended.result()
 
     async def run(self) -> None:
         """See `Relay.run`."""
-        await asyncio.shield(self._failed)
+        await asyncio.shield(self._ended)
 
-    async def _start_checks(self) -> None:
-        """Check undecided rows, if this relay can ask about them."""
+    def _open_checks(self) -> OutboxChecks | None:
+        """Return the checks of undecided rows; None: this relay cannot ask about them."""
         if self._settings.check is None and self._settings.check_url is None:
-            return
+            return None
         from txbroker.relay.checks import open_checks
 
-        thread = await self._open_thread()
-        checks = open_checks(self._settings, self._named.relay, self._database.dialect, thread)
+        checks = open_checks(self._settings, self._named.relay, self._open_thread())
         self._stack.push_async_callback(checks.close)
-        self._background(self._check(checks, min(1.0, self._settings.check_interval_s)))
+        return checks
 
     async def _check(self, checks: OutboxChecks, pause_s: float) -> None:
         while True:
@@ -220,9 +215,9 @@ class RunningRelay:
             for labels, value in values.items()
         }
 
-    def collector(self) -> RelayCollector:
+    def collector(self) -> Any:
         """See `Relay.collector`."""
-        return RelayCollector(self._named.relay, self._figures)
+        return self._figures.collector(self._named.relay)
 
     # --- upkeep ----------------------------------------------------------------------------------
 

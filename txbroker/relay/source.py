@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from txbroker.core.records import Message
+from txbroker.door.placing import Refusal
 from txbroker.errors import TxbrokerError
 
 
 class DeliveryRefused(TxbrokerError):
     """Kafka refuses a message that cannot be left out: the relay waits and tries again."""
-
-
-class Refusal(NamedTuple):
-    """Why a message cannot be written.
-
-    Attributes:
-        message: the same object that a delivery had.
-        cause: Kafka's reason, as a sentence.
-    """
-
-    message: Message
-    cause: str
 
 
 class Delivery(Protocol):

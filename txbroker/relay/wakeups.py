@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any, Protocol
+from typing import Any
 
 from txbroker.databases.database import Database
 from txbroker.databases.dialect import POSTGRESQL, SQLITE
@@ -28,24 +28,9 @@ _AWAKE_S = 0.1
 """Between looks of a relay that cannot sleep."""
 
 
-class Wakeups(Protocol):
-    """Waits for rows. One call at a time."""
-
-    async def found(self) -> None:
-        """Note that there were rows: the next pauses are short."""
-
-    def reset(self) -> None:
-        """Note that the session may be another one."""
-
-    async def wait(self) -> None:
-        """Wait until there may be rows, at most about a second."""
-
-    def is_second(self) -> bool:
-        """Return True about once a second: time to look for rows that are due."""
-
-
-class Pauses:
-    """Pauses that grow from a millisecond to 20 ms, and after a second without rows to a second."""
+class Wakeups:
+    """Waits for rows, by pauses that grow from a millisecond to 20 ms, and after a second without
+    rows to a second. One call at a time."""
 
     def __init__(self) -> None:
         self._now_s = asyncio.get_running_loop().time
@@ -58,11 +43,11 @@ class Pauses:
         return self._now_s() - self._found_s > _BUSY_FOR_S
 
     async def found(self) -> None:
-        """See `Wakeups.found`."""
+        """Note that there were rows: the next pauses are short."""
         self._found_s, self._pause_s = self._now_s(), _FIRST_S
 
     def reset(self) -> None:
-        """See `Wakeups.reset`."""
+        """Note that the session may be another one."""
 
     def next_s(self) -> float:
         """Return the next pause."""
@@ -71,18 +56,18 @@ class Pauses:
         return self._pause_s
 
     def is_second(self) -> bool:
-        """See `Wakeups.is_second`."""
+        """Return True about once a second: time to look for rows that are due."""
         if self._now_s() - self._looked_s < _IDLE_S:
             return False
         self._looked_s = self._now_s()
         return True
 
     async def wait(self) -> None:
-        """See `Wakeups.wait`."""
+        """Wait until there may be rows, at most about a second."""
         await asyncio.sleep(self.next_s())
 
 
-class FileChanges(Pauses):
+class FileChanges(Wakeups):
     """Notices commits to an SQLite file."""
 
     def __init__(self, thread: DatabaseThread) -> None:
@@ -100,7 +85,7 @@ class FileChanges(Pauses):
                 return
 
 
-class Notifications(Pauses):
+class Notifications(Wakeups):
     """Has writers notify this relay while there are no rows.
 
     A sleeping relay holds a lock that each writer tries to share, until it commits: who gets it
@@ -113,14 +98,15 @@ class Notifications(Pauses):
         self._thread = thread
         self._loop = asyncio.get_running_loop()
         self._asleep = False
+        self._locked = False
         self._arrived = False
         """A notification came together with the answer to a query."""
         self._listening: Any = None
 
     async def found(self) -> None:
         await super().found()
-        if self._asleep:
-            self._asleep = False
+        if self._locked:
+            self._asleep = self._locked = False
             await self._thread.use(_unlock)
 
     def reset(self) -> None:
@@ -130,7 +116,7 @@ class Notifications(Pauses):
         if not self.slow:
             return await super().wait()
         if not self._asleep:
-            self._asleep = await self._thread.use(self._lock)
+            self._asleep = self._locked = await self._thread.use(self._lock)
             if self._asleep:
                 return None
         if self._arrived:
@@ -173,7 +159,7 @@ def wakeups(thread: DatabaseThread, database: Database) -> Wakeups:
         return FileChanges(thread)
     if database.dialect is POSTGRESQL:
         return Notifications(thread)
-    return Pauses()
+    return Wakeups()
 
 
 def _data_version(session: PlainSession) -> int:

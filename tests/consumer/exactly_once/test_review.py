@@ -113,11 +113,8 @@ async def test_long_handler_beside_rounds(world: World, shop: Shop) -> None:
 
 @pytest.mark.parametrize("shop", [POSTGRES], indirect=True)
 async def test_end_while_the_server_does_not_answer(
-    world: World, shop: Shop, postgres_server: Any, monkeypatch: pytest.MonkeyPatch
+    world: World, shop: Shop, postgres_server: Any
 ) -> None:
-    from txbroker.consumer.stores import connections
-
-    monkeypatch.setattr(connections, "_CANCELLED_S", 0.1)
     booking = Booking(shop)
     world.produce("a=1")
     ended = asyncio.Event()

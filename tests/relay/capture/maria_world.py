@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pymysql
 
 from tests.kit.database_servers import USER, MariaServer
-from tests.kit.until import DEADLINE_S, unique
-from txbroker.core.records import Message
+from tests.kit.until import unique
+from tests.relay.capture.deliveries import execute
 from txbroker.databases.mariadb import MariaDB
 from txbroker.relay.capture.mariadb import MariadbSource
 from txbroker.relay.capture.plan import Capture, open_capture
@@ -26,24 +23,6 @@ BINLOG: dict[str, str | int] = {
 }
 """Settings of a server that can be captured."""
 ALL = '["insert", "update", "delete", "truncate"]'
-
-
-@dataclass
-class Taken:
-    """A delivery that was read: its records' ids, keys and values."""
-
-    position: bytes
-    ids: list[str]
-    keys: list[Any]
-    values: list[Any]
-
-    @property
-    def changes(self) -> list[tuple[str, Any, Any]]:
-        """Operation, key and the item after each change."""
-        return [
-            (value["operation"], key and key["id"], (value["after"] or {}).get("item"))
-            for key, value in zip(self.keys, self.values, strict=True)
-        ]
 
 
 @dataclass
@@ -85,11 +64,11 @@ class MariaWorld:
 
     def execute(self, *statements: str) -> Any:
         """Execute statements on one connection; return the rows of the last."""
-        return _execute(self.connect(), statements)
+        return execute(self.connect(), statements)
 
     def admin(self, *statements: str) -> Any:
         """Execute statements as the administrator, in this database."""
-        return _execute(self.connect("root"), statements)
+        return execute(self.connect("root"), statements)
 
     async def source(self, position: bytes | None = None, **options: Any) -> MariadbSource:
         """Return a source that has resumed."""
@@ -110,45 +89,3 @@ class MariaWorld:
             await source.close()
         self.server.start()
         await self.capture.remove()
-
-
-def _execute(connection: pymysql.Connection, statements: tuple[str, ...]) -> Any:
-    rows: Any = ()
-    with closing(connection), connection.cursor() as cursor:
-        for statement in statements:
-            cursor.execute(statement)
-            rows = cursor.fetchall()
-    return rows
-
-
-async def read(source: MariadbSource) -> Taken:
-    """Read the next delivery."""
-    async with asyncio.timeout(DEADLINE_S):
-        delivery = await source.next()
-        messages = [message async for piece in delivery.pieces() for message in piece]
-        await source.delivered(delivery)
-    return Taken(
-        delivery.position,
-        [_header(message, 1) for message in messages],
-        [message.key and msgspec.json.decode(message.key) for message in messages],
-        [message.value and msgspec.json.decode(message.value) for message in messages],
-    )
-
-
-async def read_until(source: MariadbSource, count: int) -> Taken:
-    """Read deliveries until they have this number of messages."""
-    taken = await read(source)
-    while len(taken.ids) < count:
-        more = await read(source)
-        taken = Taken(
-            more.position,
-            taken.ids + more.ids,
-            taken.keys + more.keys,
-            taken.values + more.values,
-        )
-    assert len(taken.ids) == count, taken.ids
-    return taken
-
-
-def _header(message: Message, number: int) -> str:
-    return (message.headers[number][1] or b"").decode()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +10,8 @@ import msgspec
 import psycopg
 
 from tests.kit.database_servers import PostgresServer
-from tests.kit.until import DEADLINE_S, unique, until
+from tests.kit.until import unique, until
+from tests.relay.capture.deliveries import execute, read
 from txbroker.core.encoding import ID_HEADER
 from txbroker.core.records import Message
 from txbroker.databases.postgres import Postgres
@@ -26,7 +25,7 @@ from txbroker.relay.capture.changes import (
 )
 from txbroker.relay.capture.pg import facts as pgfacts
 from txbroker.relay.capture.postgres import PostgresSource
-from txbroker.relay.capture.setup import StepState
+from txbroker.relay.capture.setup import StepState, refusals
 
 _REPLICATION = "ALTER ROLE txbroker REPLICATION"
 ALL: frozenset[Operation] = frozenset({"insert", "update", "delete", "truncate"})
@@ -87,18 +86,18 @@ class PgWorld:
     def database(self) -> Postgres:
         return Postgres(self.url)
 
-    def execute(self, *statements: str) -> list[Any]:
+    def execute(self, *statements: str) -> Any:
         """Execute statements, each its own transaction; return the rows of the last."""
-        return _execute(self.url, statements)
+        return execute(psycopg.connect(self.url, autocommit=True), statements)
 
-    def admin(self, *statements: str) -> list[Any]:
+    def admin(self, *statements: str) -> Any:
         """Execute statements as the administrator, in this database."""
-        return _execute(self.url.replace("//txbroker@", "//postgres@"), statements)
+        url = self.url.replace("//txbroker@", "//postgres@")
+        return execute(psycopg.connect(url, autocommit=True), statements)
 
     async def apply(self) -> None:
         """Create publication and slot."""
-        steps = await postgres_setup.apply(self.mapping, self.database)
-        refused = [step.text for step in steps if step.state is StepState.REFUSED]
+        refused = refusals(await postgres_setup.apply(self.mapping, self.database))
         assert not refused, refused
 
     async def source(self, position: bytes | None = None, **options: Any) -> PostgresSource:
@@ -126,50 +125,6 @@ class PgWorld:
     async def _removed(self) -> bool:
         steps = await postgres_setup.remove(self.mapping, self.database)
         return {step.state for step in steps} == {StepState.DONE}
-
-
-def _execute(url: str, statements: Sequence[str]) -> list[Any]:
-    rows: list[Any] = []
-    with closing(psycopg.connect(url, autocommit=True)) as connection:
-        for statement in statements:
-            cursor = connection.execute(statement)
-            rows = cursor.fetchall() if cursor.description else []
-    return rows
-
-
-@dataclass
-class Taken:
-    """A delivery that was read.
-
-    Attributes:
-        values: what the messages hold.
-        ids: of the messages.
-    """
-
-    position: bytes
-    values: list[Any]
-    ids: list[str]
-
-
-async def read(source: PostgresSource, *, deliver: bool = True, empty: bool = False) -> Taken:
-    """Read the next delivery that has messages.
-
-    Args:
-        deliver: acknowledge it.
-        empty: take one without messages, too, which comes each second.
-    """
-    while True:
-        async with asyncio.timeout(DEADLINE_S):
-            delivery = await source.next()
-            messages = [message async for piece in delivery.pieces() for message in piece]
-            if deliver or not messages:
-                await source.delivered(delivery)
-        if messages or empty:
-            return Taken(
-                delivery.position,
-                [msgspec.json.decode(message.value or b"") for message in messages],
-                [(message.headers[0][1] or b"").decode() for message in messages],
-            )
 
 
 async def take(source: PostgresSource) -> list[Any]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
-from tests.kit.cli import TXBROKER, Call, Result
+from tests.kit.cli import Call, Result, running
 from tests.kit.database_servers import MariaServer
 from tests.kit.topic_reader import create_topic, read_topics
 from tests.kit.until import DEADLINE_S, unique
@@ -79,19 +78,6 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return calling
 
 
-@contextmanager
-def running(file: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run `txbroker capture run` in a process, and wait until it runs."""
-    command = [TXBROKER, "capture", "run", file]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            assert "running" in process.stderr.readline()
-            yield process
-        finally:
-            process.kill()
-
-
 def items(kafka: EmbeddedKafka, shop: Shop) -> list[tuple[str, str | None]]:
     """Return operation and item of what consumers see."""
     values = [
@@ -140,7 +126,7 @@ def test_takeover_and_kill_repeat_nothing(
         f'kafka = "{kafka.bootstrap}"\n[[tables]]\ntable = "orders"\ntopic = "{topic}"\n',
     )
     assert call("apply", world.file, "--yes").code == 0
-    with running(world.file) as first:
+    with running("capture", "run", world.file) as first:
         world.execute("INSERT INTO orders VALUES (1, 'a')")
         drained = call("run", world.file, "--until-drained")
         assert drained.code == 0, drained.err
@@ -148,7 +134,7 @@ def test_takeover_and_kill_repeat_nothing(
         _, err = first.communicate(timeout=DEADLINE_S)
     assert first.returncode == 1
     assert "another process has taken over capture" in err
-    with running(world.file):  # killed with changes in flight
+    with running("capture", "run", world.file):  # killed with changes in flight
         world.execute(*(f"INSERT INTO orders VALUES ({n}, 'c')" for n in range(3, 9)))
     assert call("run", world.file, "--until-drained").code == 0
     keys = [each.key for each in read_topics(kafka.bootstrap, [topic])]

@@ -14,12 +14,14 @@ import pytest
 
 from tests.kit.database_servers import MariaServer
 from tests.kit.until import DEADLINE_S, until
-from tests.relay.capture.maria_world import BINLOG, MariaWorld, read, read_until
+from tests.relay.capture.deliveries import read, read_until
+from tests.relay.capture.maria_world import BINLOG, MariaWorld
 from txbroker.databases.database import DatabaseUnavailable
+from txbroker.door.placing import Refusal
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture import mariadb
-from txbroker.relay.capture.setup import StepState
-from txbroker.relay.source import DeliveryRefused, Refusal
+from txbroker.relay.capture.setup import StepState, refusals
+from txbroker.relay.source import DeliveryRefused
 
 pytestmark = pytest.mark.full
 LARGE = 100_000
@@ -112,7 +114,7 @@ async def test_position_moves_on_without_captured_changes(maria: MariaWorld) -> 
     includes_all = await maria.capture.end()
 
     async def reached() -> bool:
-        taken = await read(source)
+        taken = await read(source, empty=True)
         assert taken.ids == []
         return includes_all(taken.position)
 
@@ -306,6 +308,15 @@ async def test_run_without_apply_does_not_guess_the_beginning(maria: MariaWorld)
         await maria.source()
 
 
+async def _left(maria: MariaWorld) -> bytes:
+    """Return the position of a capture that has ended after a delivery."""
+    source = await maria.started()
+    maria.execute("INSERT INTO orders VALUES (1, 'a')")
+    position = (await read_until(source, 1)).position
+    await source.close()
+    return position
+
+
 def _purge(maria: MariaWorld) -> None:
     maria.admin("FLUSH BINARY LOGS", "INSERT INTO other VALUES (1)", "FLUSH BINARY LOGS")
     deadline_s = time.monotonic() + DEADLINE_S
@@ -352,10 +363,7 @@ def _compressed(maria: MariaWorld) -> None:
 async def test_lost_changes_stop_a_capture_unless_gaps_are_skipped(
     maria: MariaWorld, cause: Callable[[MariaWorld], None], sentence: str
 ) -> None:
-    source = await maria.started()
-    maria.execute("INSERT INTO orders VALUES (1, 'a')")
-    position = (await read_until(source, 1)).position
-    await source.close()
+    position = await _left(maria)
     cause(maria)
     source = await maria.source(position)
     if cause is _purge:  # the last transaction cannot be compared; that alone is no loss
@@ -380,10 +388,7 @@ async def _not_compared(source: Any, position: bytes) -> None:
 
 async def test_log_that_was_reset_stops_the_capture(maria: MariaWorld) -> None:
     """Its GTIDs begin again, and pass the position."""
-    source = await maria.started()
-    maria.execute("INSERT INTO orders VALUES (1, 'a')")
-    position = (await read_until(source, 1)).position
-    await source.close()
+    position = await _left(maria)
     last = json.loads(position)
     maria.admin("RESET MASTER")
     number = int(last["last"].split("-")[2])
@@ -434,9 +439,7 @@ async def test_table_that_cannot_be_captured_is_refused(
     if "no column" in sentence:
         maria.mapping += 'key = ["id"]\n'
     try:
-        found = "; ".join(
-            each.text for each in await maria.capture.plan() if each.state is StepState.REFUSED
-        )
+        found = "; ".join(refusals(await maria.capture.plan()))
     except ConfigurationError as error:
         found = str(error)
     assert sentence in found

@@ -14,13 +14,13 @@ from txbroker.databases.postgres import Postgres
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture import postgres_setup
 from txbroker.relay.capture.changes import CapturedTable
-from txbroker.relay.capture.setup import StepState
+from txbroker.relay.capture.setup import StepState, refusals
 
 
 async def to_do(pg: PgWorld) -> list[str]:
     """Return the SQL of the steps that are to do."""
     steps = await postgres_setup.plan(pg.mapping, pg.database)
-    assert not [step for step in steps if step.state is StepState.REFUSED]
+    assert refusals(steps) == []
     return [step.sql for step in steps if step.state is StepState.TO_DO]
 
 

@@ -14,7 +14,8 @@ from psycopg.rows import dict_row
 
 from tests.kit.database_servers import PostgresServer
 from tests.kit.until import until
-from tests.relay.capture.pg_world import PgWorld, Recorder, changes, read, take
+from tests.relay.capture.deliveries import read
+from tests.relay.capture.pg_world import PgWorld, Recorder, changes, take
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.postgres import Postgres
 from txbroker.errors import ConfigurationError
@@ -107,25 +108,27 @@ AT_START: dict[str, tuple[Callable[[PgWorld, bytes], bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", AT_START)
-async def test_it_does_not_start(pg: PgWorld, case: str) -> None:
-    break_it, sentence = AT_START[case]
+async def left(pg: PgWorld) -> tuple[PostgresSource, bytes]:
+    """Return a source that has ended after a delivery, and its position."""
     source = await pg.started()
     pg.execute("INSERT INTO orders VALUES (1, 'a')")
     position = (await read(source)).position
     await source.close()
     await until(lambda: not pg.execute("SELECT 1 FROM pg_stat_replication"))
+    return source, position
+
+
+@pytest.mark.parametrize("case", AT_START)
+async def test_it_does_not_start(pg: PgWorld, case: str) -> None:
+    break_it, sentence = AT_START[case]
+    source, position = await left(pg)
     position = break_it(pg, position)
     with pytest.raises(ConfigurationError, match=f"(?s){sentence}"):
         await source.resume(position)
 
 
 async def test_a_gap_can_be_skipped(pg: PgWorld) -> None:
-    source = await pg.started()
-    pg.execute("INSERT INTO orders VALUES (1, 'a')")
-    position = (await read(source)).position
-    await source.close()
-    await until(lambda: not pg.execute("SELECT 1 FROM pg_stat_replication"))
+    _source, position = await left(pg)
     recreate_slot(pg)
     again = await pg.source(position, on_gap="skip")
     place = await read(again, empty=True)

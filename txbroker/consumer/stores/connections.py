@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import random
-import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
-
-import structlog
 
 from txbroker.databases.database import (
     Database,
@@ -19,33 +13,18 @@ from txbroker.databases.database import (
     steps_in_transaction,
     steps_in_transaction_async,
 )
-from txbroker.databases.dialect import Fault
-from txbroker.databases.sessions import AsyncSession, PlainSession
-from txbroker.databases.steps import Query, Steps
+from txbroker.databases.sessions import (
+    AsyncSession,
+    PlainSession,
+    SessionThreads,
+    note_lost,
+    while_busy,
+)
+from txbroker.databases.steps import Steps
 from txbroker.door.consuming import StoreUnavailable
 from txbroker.errors import ConfigurationError
 
-log = structlog.wrap_logger(logging.getLogger(__name__))
 T = TypeVar("T")
-
-_BUSY_ATTEMPTS = 20
-_PROBE = Query("SELECT 1")
-_CANCELLED_S = 5.0
-"""How long a cancelled statement may take to end; then it goes on alone, guarded by its token."""
-_BUSY_PAUSE_S, _BUSY_PAUSE_MAX_S = 0.005, 0.5
-
-
-class HandlerFailed(Exception):
-    """The handler raised an error, whatever its class.
-
-    Attributes:
-        session_lost: the connection that it received cannot be used any more.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
-        self.session_lost = False
 
 
 class Connections:
@@ -54,34 +33,37 @@ class Connections:
     Args:
         count: of handlers, at most; the consumer needs another one.
         idle_s: see `Database.open`.
-
-    Attributes:
-        own_opened: sessions of the consumer's own that were opened: one more shows that the server
-            was out of reach.
     """
 
     def __init__(self, database: Database, count: int, idle_s: float) -> None:
         self.database = database
         self._idle_s = idle_s
         count = min(count, database.writers_max)
-        self._handlers = ThreadPoolExecutor(count, "txbroker-handler")
+
+        def opened() -> PlainSession:
+            return database.open(idle_s=idle_s)
+
+        self._handlers = SessionThreads(opened, "txbroker-handler", count)
         single = database.writers_max == 1
-        self._own = self._handlers if single else ThreadPoolExecutor(1, "txbroker-positions")
-        self._of_thread = threading.local()
-        self._opened: set[PlainSession] = set()
-        self._used: set[PlainSession] = set()
+        self._own = self._handlers if single else SessionThreads(opened, "txbroker-positions")
         self._closed = False
         self._idle: list[AsyncSession] = []
         self._own_idle: list[AsyncSession] = []
-        self.own_opened = 0
+        self._own_opened = 0
         self._turns = asyncio.Semaphore(count)
+
+    @property
+    def own_opened(self) -> int:
+        """Sessions of the consumer's own that were opened: one more shows that the server was out
+        of reach."""
+        return self._own.opened + self._own_opened
 
     # --- threads -----------------------------------------------------------------------------
 
     async def in_thread(self, use: Callable[[PlainSession], T]) -> T:
         """Call a function with the session of a handler's thread. A cancelled call that has begun
         ends first; one that waits for a thread does not begin."""
-        running = self._handlers.submit(self._with_session, use)
+        running = self._handlers.submit(use)
         future = asyncio.wrap_future(running)
         try:
             return await asyncio.shield(future)
@@ -89,36 +71,6 @@ class Connections:
             if running.cancel():
                 raise
             return await future
-
-    def _with_session(self, use: Callable[[PlainSession], T], *, own: bool = False) -> T:
-        session: PlainSession | None = getattr(self._of_thread, "session", None)
-        if session is None:
-            session = self._of_thread.session = self.database.open(idle_s=self._idle_s)
-            self.own_opened += own
-            self._opened.add(session)
-        self._used.add(session)
-        try:
-            return use(session)
-        except BaseException as error:
-            if not self._can_be_used(session):
-                self._of_thread.session = None
-                self._opened.discard(session)
-                _close(session)
-                _note_lost(error)
-            raise
-        finally:
-            self._used.discard(session)
-            if self._closed:
-                _close(session)
-
-    def _can_be_used(self, session: PlainSession) -> bool:
-        """Roll back, and return whether the session can be used again."""
-        try:
-            session.rollback()
-            session.execute(_PROBE)  # PyMySQL does not show that its connection is lost
-        except Exception:
-            return False
-        return True
 
     # --- coroutines --------------------------------------------------------------------------
 
@@ -135,12 +87,12 @@ class Connections:
             session = idle.pop()
         else:
             session = await self.database.open_async(idle_s=self._idle_s)
-            self.own_opened += idle is self._own_idle
+            self._own_opened += idle is self._own_idle
         try:
             yield session
         except BaseException as error:
             if not await asyncio.shield(self._take_back(session, idle)):
-                _note_lost(error)
+                note_lost(error)
             raise
         await self._take_back(session, idle)
 
@@ -166,32 +118,16 @@ class Connections:
         Raises:
             StoreUnavailable: the database does not answer, or refuses.
         """
-        for attempt in range(_BUSY_ATTEMPTS):
-            try:
-                return await self._once(steps)
-            except ConfigurationError:
-                raise
-            except Exception as error:
-                if attempt + 1 == _BUSY_ATTEMPTS or (
-                    self.database.dialect.fault(error) is not Fault.BUSY
-                ):
-                    raise self.unavailable(error) from error
-                await busy_pause(attempt)
-        raise AssertionError("unreachable")
+        try:
+            return await while_busy(self.database.dialect, lambda: self._once(steps))
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            raise self.unavailable(error) from error
 
     async def _once(self, steps: Callable[[], Steps[T]]) -> T:
         if self.database.plain:
-            call = lambda session: steps_in_transaction(steps(), session)  # noqa: E731
-            running = self._own.submit(self._with_session, call, own=True)
-            future = asyncio.wrap_future(running)
-            try:
-                return await asyncio.shield(future)
-            except asyncio.CancelledError:
-                if not running.cancel():  # of a server that does not answer it never ends
-                    await asyncio.wait([future], timeout=_CANCELLED_S)
-                if future.done() and not future.cancelled():
-                    future.exception()  # or it is reported as never retrieved
-                raise
+            return await self._own.call(lambda session: steps_in_transaction(steps(), session))
         async with self._borrowed(self._own_idle) as session:
             return await steps_in_transaction_async(steps(), session)
 
@@ -209,26 +145,7 @@ class Connections:
     async def close(self) -> None:
         """Close all sessions; those of handlers that still run are closed when these end."""
         self._closed = True
-        self._handlers.shutdown(wait=False, cancel_futures=True)
-        self._own.shutdown(wait=False, cancel_futures=True)
-        for session in self._opened - self._used:
-            _close(session)
+        await asyncio.gather(*(each.close() for each in {self._handlers, self._own}))
         for idle in self._idle + self._own_idle:
             with contextlib.suppress(Exception):
                 await idle.close()
-
-
-def _close(session: PlainSession) -> None:
-    with contextlib.suppress(Exception):
-        session.close()
-
-
-def _note_lost(error: BaseException) -> None:
-    if isinstance(error, HandlerFailed):
-        error.session_lost = True
-
-
-async def busy_pause(attempt: int) -> None:
-    """Wait for a random time, which grows with each attempt, so that others can end."""
-    longest_s = min(_BUSY_PAUSE_MAX_S, _BUSY_PAUSE_S * 2**attempt)
-    await asyncio.sleep(random.uniform(longest_s / 2, longest_s))

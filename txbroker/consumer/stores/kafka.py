@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -24,9 +23,9 @@ from txbroker.consumer.workers import (
     until_end,
 )
 from txbroker.core.consuming.failure import Reject
-from txbroker.core.records import NO_HEADERS, Message, Record
-from txbroker.core.routing import murmur2
+from txbroker.core.records import Message
 from txbroker.door.consuming import ConsumingDoor, Copy
+from txbroker.door.placing import MessagesRefused, Placing
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.net.timers import grown_pause_s
@@ -36,13 +35,9 @@ if TYPE_CHECKING:
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
-_KNOWN_S = 60.0
-"""How long the number of a topic's partitions is used."""
 _PAUSE_S, _PAUSE_MAX_S = 0.1, 5.0
-_UNKNOWN = 0.0, 0
 _INT32_MAX, _INT64_MAX = (1 << 31) - 1, (1 << 63) - 1
 _BYTES = (bytes, type(None))
-_hash_of = lru_cache(maxsize=10_000)(murmur2)
 _sending = threading.Lock()
 """Held while `Outputs` change: a thread may send while the handler ends."""
 
@@ -132,7 +127,7 @@ class KafkaResults:
         self._door = door
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
-        self._partitions: dict[str, tuple[float, int]] = {}
+        self._placing = Placing(self._count)
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
@@ -152,7 +147,7 @@ class KafkaResults:
         """See `Results.around`: the outputs go to the messages' holder, and are stored after the
         call; with later stages they are stored before it returns."""
         run = handler if is_coroutine_function(handler) else self._in_thread(handler)
-        counts = self._partitions
+        placing = self._placing
 
         async def call(messages: list[ReceivedMessage], argument: Any) -> None:
             message, out = messages[0], Outputs()
@@ -160,12 +155,11 @@ class KafkaResults:
                 await run(argument, out)
             finally:
                 sent = out.end()
-            copies = []
-            for output in sent:
-                until_s, count = counts.get(output.topic, _UNKNOWN)
-                if engine.now_s >= until_s:
-                    count = await self._count(output.topic)
-                copies.append(_copy(output, message, count))
+            try:
+                time_ms = message.record.timestamp_ms
+                copies = await placing.copies(sent, message.partition, time_ms)
+            except MessagesRefused as error:
+                raise Reject(str(error)) from None
             failpoint("consumer.outputs_collected")
             holder = engine.in_flight.get(message)
             if engine.staged:
@@ -212,24 +206,15 @@ class KafkaResults:
     # --- outputs -----------------------------------------------------------------------------
 
     async def _count(self, topic: str) -> int:
-        """Look up the number of a topic's partitions.
-
-        Raises:
-            Reject: it does not exist, or may not be described.
-        """
+        """Return a topic's number of partitions, see `ConsumingDoor.partition_count`."""
         failures = 0
         while True:
             try:
-                count = await self._door.partition_count(topic)
-                break
+                return await self._door.partition_count(topic)
             except KafkaUnavailable as error:
                 failures += 1
                 log.warning("output waits", topic=topic, error=str(error))
                 await asyncio.sleep(grown_pause_s(failures, _PAUSE_S, _PAUSE_MAX_S))
-        if not count:
-            raise Reject(f"topic {topic} does not exist, or this login may not describe it")
-        self._partitions[topic] = (self._loop.time() + _KNOWN_S, count)
-        return count
 
 
 def _wrong_field(message: Any) -> str:
@@ -264,24 +249,3 @@ def _is_text(value: object) -> bool:
 
 def _is_whole(number: object, least: int, largest: int) -> bool:
     return type(number) is int and least <= number <= largest
-
-
-def _copy(output: Message, message: ReceivedMessage, count: int) -> Copy:
-    """Return an output with its partition.
-
-    Args:
-        count: the partitions of its topic.
-
-    Raises:
-        Reject: it has no such partition.
-    """
-    partition, key = output.partition, output.key
-    if partition is None:
-        partition = (message.partition if key is None else _hash_of(key)) % count
-    elif not 0 <= partition < count:
-        raise Reject(f"topic {output.topic} has {count} partitions, and no partition {partition}")
-    timestamp_ms = output.timestamp_ms
-    if timestamp_ms is None:
-        timestamp_ms = message.record.timestamp_ms
-    headers = tuple(output.headers) if output.headers else NO_HEADERS
-    return Copy(output.topic, partition, Record(key, output.value, headers, timestamp_ms))

@@ -18,7 +18,6 @@ from txbroker.consumer.engine import Engine
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import Work
 from txbroker.consumer.stores.database import OpenDatabase
-from txbroker.consumer.waiting import Background
 from txbroker.core.consuming.aside import AsideKey, AsideKeys
 from txbroker.core.consuming.copies import Source, spread
 from txbroker.core.records import Record
@@ -27,6 +26,7 @@ from txbroker.databases.steps import Steps
 from txbroker.door.consuming import ConsumingDoor, Copy, Partition
 from txbroker.error_text import safe_repr
 from txbroker.errors import KafkaUnavailable
+from txbroker.net.tasks import Background
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 T = TypeVar("T")

@@ -11,12 +11,12 @@ import structlog
 
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import first_stored
-from txbroker.consumer.stores.connections import HandlerFailed, busy_pause
 from txbroker.consumer.stores.transaction import Transaction, Unanswered
 from txbroker.consumer.workers import Call, Handler, RolledBack, is_coroutine_function
 from txbroker.core.consuming.copies import Source
 from txbroker.databases.dialect import Fault
 from txbroker.databases.positions import PositionTable, Stored
+from txbroker.databases.sessions import HandlerFailed, busy_pause
 from txbroker.databases.steps import Steps
 from txbroker.door.consuming import StoreUnavailable
 from txbroker.error_text import safe_repr

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import Work
-from txbroker.consumer.stores.connections import HandlerFailed
 from txbroker.consumer.workers import Handler, RolledBack, until_end
 from txbroker.core.consuming.queues import Order
 from txbroker.databases.dialect import Dialect, Fault
 from txbroker.databases.positions import PositionTable, Settled, Stored
 from txbroker.databases.sessions import (
     AsyncSession,
+    HandlerFailed,
     PlainSession,
     TransactionControlled,
     closed_by_user,

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -30,6 +30,7 @@ from txbroker import __version__
 from txbroker.core.ledger import ApplyResult, Effect
 from txbroker.core.settled import ShareOf, ShareUse, own_share, share_max
 from txbroker.core.transaction import Transaction
+from txbroker.metrics import Described
 
 OTHER = "other"
 LABELS_KNOWN_MAX = 100_000
@@ -66,15 +67,6 @@ class Gauges:
     audit_drift: Mapping[str, int] = field(default_factory=dict)
     audit_last_success_timestamp_seconds: Mapping[str, float] = field(default_factory=dict)
     audit_set_aside_records: Mapping[str, int] = field(default_factory=dict)
-
-
-class Described(NamedTuple):
-    """A metric in the reference."""
-
-    name: str
-    kind: str
-    labels: tuple[str, ...]
-    text: str
 
 
 @dataclass(frozen=True)

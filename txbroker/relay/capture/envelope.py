@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER
 from txbroker.core.records import Header, Message
+from txbroker.door.placing import Refusal
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.changes import (
     CapturedTable,
@@ -22,7 +22,7 @@ from txbroker.relay.capture.changes import (
     Row,
     TransactionInfo,
 )
-from txbroker.relay.source import DeliveryRefused, Refusal
+from txbroker.relay.source import DeliveryRefused
 
 _encode = msgspec.json.Encoder().encode
 _NOTHING: tuple[Message, ...] = ()
@@ -53,7 +53,7 @@ def refused_change(refusal: Refusal, transaction: re.Pattern[str]) -> DeliveryRe
     )
 
 
-class TableWriter(Struct, frozen=True, kw_only=True):
+class TableWriter(CapturedTable, frozen=True, kw_only=True):
     """Makes the records of one table's changes; see `mapping.TableMapping`.
 
     Attributes:
@@ -63,29 +63,13 @@ class TableWriter(Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    schema: str
-    table: str
     topic: str
-    key: tuple[str, ...]
     key_as_text: bool
     column: str | None
     binary: bool
-    operations: frozenset[Operation]
-    before: bool
     tombstones: bool
     headers: tuple[Header, ...]
     header_columns: tuple[tuple[str, str], ...]
-
-    @property
-    def captured(self) -> CapturedTable:
-        """What sources and setups need to know."""
-        return CapturedTable(
-            schema=self.schema,
-            table=self.table,
-            operations=self.operations,
-            key=self.key,
-            before=self.before,
-        )
 
     def with_key(self, key: tuple[str, ...]) -> TableWriter:
         """Return the same for a table with this key."""

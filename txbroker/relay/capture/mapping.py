@@ -96,7 +96,7 @@ class TableMappings:
 
     @property
     def tables(self) -> Sequence[CapturedTable]:
-        return [each.captured for each in self.writers.values()]
+        return list(self.writers.values())
 
     def with_keys(self, keys: Mapping[tuple[str, str], Sequence[str]]) -> TableMappings:
         """Return the mapping with the key of each table.

@@ -17,7 +17,9 @@ from msgspec import Struct
 from txbroker.core.records import Message
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.mariadb import MariaDB
+from txbroker.databases.sessions import in_thread
 from txbroker.databases.steps import Query, Steps
+from txbroker.door.placing import Refusal
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture import mariadb_setup
 from txbroker.relay.capture.binlog import (
@@ -35,7 +37,8 @@ from txbroker.relay.capture.binlog import (
 from txbroker.relay.capture.binlog_values import BYTE_TYPES
 from txbroker.relay.capture.changes import CaptureMapping, Change, TransactionInfo
 from txbroker.relay.capture.envelope import refused_change
-from txbroker.relay.source import Delivery, Refusal
+from txbroker.relay.capture.setup import refusals
+from txbroker.relay.source import Delivery
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -43,6 +46,7 @@ PIECE_BYTES = 1 << 20
 """Of a transaction in one piece, and of small ones in one delivery."""
 _WAITING_BYTES_MAX = 16 << 20
 """Of messages that wait for Kafka. As Python objects they take up to three times as much."""
+_END_S = 1.0
 _GTID = re.compile(r"\d+-\d+-\d+")
 _MESSAGE_BYTES = 300
 """Of a message beside its key and value."""
@@ -128,7 +132,7 @@ class _Reader:
             self._closed = True
             self._changed.notify()
         self._binlog.close()
-        await asyncio.to_thread(self._thread.join)
+        await in_thread(lambda: self._thread.join(_END_S))
 
     # --- in the thread -----------------------------------------------------------------------
 
@@ -260,9 +264,8 @@ class MariadbSource:
         """Begin after a position, or where `apply` recorded it."""
         await self.close()
         database, mapping = self._database, self._mapping
-        with database.explained():
-            facts = await database.apart_async(mariadb_setup.look(mapping))
-        refused = mariadb_setup.refusals(mapping, facts)
+        facts = await database.ask(mariadb_setup.look(mapping))
+        refused = refusals(mariadb_setup.needed(mapping, facts))
         if refused:
             raise ConfigurationError(f"{database.name}: {'; '.join(refused)}")
         if position is None and facts.start is None:
@@ -319,8 +322,7 @@ class MariadbSource:
         """
         if self._place is None:
             return 0
-        with self._database.explained():
-            found = await self._database.apart_async(_end_of_log())
+        found = await self._database.ask(_end_of_log())
         return self._place.bytes_to(*found)
 
     async def close(self) -> None:

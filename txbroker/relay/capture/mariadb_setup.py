@@ -16,7 +16,7 @@ from txbroker.databases.dialect import MARIADB, Fault
 from txbroker.databases.mariadb import MariaDB
 from txbroker.databases.steps import Query, Steps
 from txbroker.relay.capture.changes import CaptureMapping
-from txbroker.relay.capture.setup import Step, StepState
+from txbroker.relay.capture.setup import NO_EMITTED, Step, StepState, refusals
 
 TABLE = "txbroker_capture"
 _CREATE = (
@@ -113,12 +113,6 @@ def _recorded(name: str) -> Steps[str | None]:
     return found.rows[0][0] if found.rows else None
 
 
-def refusals(mapping: CaptureMapping, facts: Facts) -> list[str]:
-    """Return why a capture cannot run, as sentences with the next step."""
-    steps = [*_server_steps(facts), *_table_steps(mapping, facts)]
-    return [each.text for each in steps if each.state is StepState.REFUSED]
-
-
 # --- steps -----------------------------------------------------------------------------------
 
 
@@ -126,8 +120,7 @@ async def keys(
     mapping: CaptureMapping, database: MariaDB
 ) -> dict[tuple[str, str], tuple[str, ...]]:
     """Return the columns of primary keys; see `setup.CaptureSetup`."""
-    with database.explained():
-        return await database.apart_async(_keys(mapping))
+    return await database.ask(_keys(mapping))
 
 
 def _keys(mapping: CaptureMapping) -> Steps[dict[tuple[str, str], tuple[str, ...]]]:
@@ -149,24 +142,20 @@ def _keys(mapping: CaptureMapping) -> Steps[dict[tuple[str, str], tuple[str, ...
 
 async def plan(mapping: CaptureMapping, database: MariaDB) -> list[Step]:
     """Return what `apply` would do; see `setup.CaptureSetup`."""
-    with database.explained():
-        return _steps(mapping, await database.apart_async(look(mapping)))
+    return _steps(mapping, await database.ask(look(mapping)))
 
 
 async def apply(mapping: CaptureMapping, database: MariaDB) -> list[Step]:
     """Record where the capture begins; see `setup.CaptureSetup`."""
     steps = await plan(mapping, database)
-    states = {each.state for each in steps}
-    if StepState.REFUSED not in states and StepState.TO_DO in states:
-        with database.explained():
-            await database.apart_async(_record(mapping.name))
+    if steps[-1].state is StepState.TO_DO and not refusals(steps):
+        await database.ask(_record(mapping.name))
     return steps
 
 
 async def remove(mapping: CaptureMapping, database: MariaDB) -> list[Step]:
     """Remove what `apply` recorded; see `setup.CaptureSetup`."""
-    with database.explained():
-        removed = await database.apart_async(_forget(mapping.name))
+    removed = await database.ask(_forget(mapping.name))
     state = StepState.TO_DO if removed else StepState.DONE
     return [Step(state, f"remove the position of {mapping.name} from {TABLE}")]
 
@@ -189,15 +178,15 @@ def _forget(name: str) -> Steps[bool]:
     return deleted.count > 0
 
 
+def needed(mapping: CaptureMapping, facts: Facts) -> list[Step]:
+    """Return the steps without which a capture cannot run."""
+    return [*_server_steps(facts), *_table_steps(mapping, facts)]
+
+
 def _steps(mapping: CaptureMapping, facts: Facts) -> list[Step]:
-    steps = [*_server_steps(facts), *_table_steps(mapping, facts)]
+    steps = needed(mapping, facts)
     if mapping.emitted:
-        steps.append(
-            Step(
-                StepState.REFUSED,
-                "emitted is for PostgreSQL, which has pg_logical_emit_message: remove it",
-            )
-        )
+        steps.append(NO_EMITTED)
     if facts.start is None:
         insert = _INSERT.replace("?", f"'{mapping.name}'")
         text = f"record in {TABLE} that {mapping.name} begins with changes after now"

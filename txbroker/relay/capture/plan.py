@@ -112,8 +112,7 @@ class Capture(Struct, frozen=True):
         return lambda position: includes(position, gtids)
 
     async def _value(self, sql: str) -> str:
-        with self.database.explained():
-            found = await self.database.apart_async(one(Query(sql)))
+        found = await self.database.ask(one(Query(sql)))
         return str(found.rows[0][0])
 
 

@@ -23,6 +23,7 @@ from txbroker.core.records import Message
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.postgres import Postgres
 from txbroker.databases.steps import Query, one
+from txbroker.door.placing import Refusal
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.changes import CaptureMapping, Change, Emitted, TransactionInfo
 from txbroker.relay.capture.envelope import refused_change
@@ -37,7 +38,7 @@ from txbroker.relay.capture.pg.pgoutput import (
     parse_lsn,
 )
 from txbroker.relay.capture.pg.stream import DATA_AT, PgStream, System
-from txbroker.relay.source import Delivery, Refusal
+from txbroker.relay.source import Delivery
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -174,8 +175,7 @@ class PostgresSource:
             ConfigurationError: the capture cannot run.
             DatabaseUnavailable
         """
-        with self._database.explained():
-            facts = await self._database.apart_async(pgfacts.read(self._mapping))
+        facts = await self._database.ask(pgfacts.read(self._mapping))
         problem = pgfacts.running_problem(facts, self._mapping)
         if problem:
             raise ConfigurationError(f"{self._database.name}: {problem}")
@@ -292,8 +292,7 @@ class PostgresSource:
         Raises:
             DatabaseUnavailable
         """
-        with self._database.explained():
-            result = await self._database.apart_async(one(Query(_HELD, (self._slot,))))
+        result = await self._database.ask(one(Query(_HELD, (self._slot,))))
         return int(result.rows[0][0] or 0) if result.rows else 0
 
     async def close(self) -> None:

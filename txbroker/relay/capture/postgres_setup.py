@@ -13,7 +13,7 @@ from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.changes import CaptureMapping
 from txbroker.relay.capture.pg import facts as pgfacts
 from txbroker.relay.capture.pg.facts import Facts
-from txbroker.relay.capture.setup import Step, StepState
+from txbroker.relay.capture.setup import Step, StepState, refusals
 
 _UNLIMITED = "-1"
 
@@ -22,15 +22,13 @@ async def keys(
     mapping: CaptureMapping, database: Postgres
 ) -> Mapping[tuple[str, str], Sequence[str]]:
     """Return the columns of primary keys; see `CaptureSetup.keys`."""
-    with database.explained():
-        facts = await database.apart_async(pgfacts.read(mapping))
+    facts = await database.ask(pgfacts.read(mapping))
     return {place: table.primary for place, table in facts.tables.items()}
 
 
 async def plan(mapping: CaptureMapping, database: Postgres) -> list[Step]:
     """Return what `apply` would do; see `CaptureSetup`."""
-    with database.explained():
-        facts = await database.apart_async(pgfacts.read(mapping))
+    facts = await database.ask(pgfacts.read(mapping))
     return list(_steps(mapping, facts))
 
 
@@ -55,7 +53,7 @@ async def _take(
         with database.explained():
             facts = await run_async(pgfacts.read(mapping), session.execute)
         steps = list(make(mapping, facts))
-        if any(step.state is StepState.REFUSED for step in steps):
+        if refusals(steps):
             return steps
         return [await _taken(step, database, session) for step in steps]
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
@@ -36,6 +36,16 @@ class Step(Struct, frozen=True):
     state: StepState
     text: str
     sql: str = ""
+
+
+NO_EMITTED = Step(
+    StepState.REFUSED, "emitted is for PostgreSQL, which has pg_logical_emit_message: remove it"
+)
+
+
+def refusals(steps: Iterable[Step]) -> list[str]:
+    """Return why steps cannot be taken, as sentences with the next step."""
+    return [each.text for each in steps if each.state is StepState.REFUSED]
 
 
 class CaptureSetup(Protocol[D]):

@@ -21,7 +21,7 @@ from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.changes import Operation
 from txbroker.relay.capture.envelope import TableWriter
 from txbroker.relay.capture.mapping import TableMappings
-from txbroker.relay.capture.setup import Step, StepState
+from txbroker.relay.capture.setup import NO_EMITTED, Step, StepState, refusals
 
 _FLOAT_MAX = "1.7976931348623157e308"
 _PREFIX = "txbroker_capture_"
@@ -53,8 +53,7 @@ class Found(Struct, frozen=True):
 
 async def keys(mapping: TableMappings, database: SQLite) -> dict[tuple[str, str], tuple[str, ...]]:
     """Return the columns of primary keys; see `setup.CaptureSetup`."""
-    with database.explained():
-        found = await database.apart_async(_look(mapping, database.name))
+    found = await database.ask(_look(mapping, database.name))
     return {
         table: tuple(name for name, place in sorted(columns, key=_place) if place)
         for table, columns in found.columns.items()
@@ -63,18 +62,16 @@ async def keys(mapping: TableMappings, database: SQLite) -> dict[tuple[str, str]
 
 async def plan(mapping: TableMappings, database: SQLite) -> list[Step]:
     """Return what `apply` would do; see `setup.CaptureSetup`."""
-    with database.explained():
-        return _steps(mapping, await database.apart_async(_look(mapping, database.name)))
+    return _steps(mapping, await database.ask(_look(mapping, database.name)))
 
 
 async def apply(mapping: TableMappings, database: SQLite) -> list[Step]:
     """Create the triggers, in one transaction; see `setup.CaptureSetup`."""
     steps = await plan(mapping, database)
     to_do = [each.sql for each in steps if each.state is StepState.TO_DO]
-    if to_do and not any(each.state is StepState.REFUSED for each in steps):
+    if to_do and not refusals(steps):
         await database.create_async(outbox_tables())
-        with database.explained():
-            await database.apart_async(_execute(to_do))
+        await database.ask(_execute(to_do))
     return steps
 
 
@@ -145,12 +142,7 @@ def _steps(mapping: TableMappings, found: Found) -> list[Step]:
     else:
         steps.append(Step(StepState.TO_DO, f"create the tables {OUTBOX} and {RELAY}"))
     if mapping.emitted:
-        steps.append(
-            Step(
-                StepState.REFUSED,
-                "emitted is for PostgreSQL, which has pg_logical_emit_message: remove it",
-            )
-        )
+        steps.append(NO_EMITTED)
     wanted: dict[str, Trigger] = {}
     for place, writer in mapping.writers.items():
         columns = [name for name, _ in found.columns.get(place, ())]
