@@ -27,7 +27,7 @@ def counters(file: Path) -> memoryview:
 def main() -> None:
     """Count, and run the command."""
     counts = counters(Path(sys.argv.pop(1)))
-    send = Connection.send
+    send, connect = Connection.send, sqlite3.connect
 
     def counted(self: Connection, request: Any, answer: Any = None) -> Any:
         counts[0] += 1
@@ -36,13 +36,13 @@ def main() -> None:
     def statement(_sql: str) -> None:
         counts[1] += 1
 
-    def opened(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "sqlite3.connect/handle":
-            connection: sqlite3.Connection = arguments[0]
-            connection.set_trace_callback(statement)
+    def connected(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        connection: sqlite3.Connection = connect(*arguments, **options)
+        connection.set_trace_callback(statement)
+        return connection
 
     Connection.send = counted  # type: ignore[method-assign]
-    sys.addaudithook(opened)
+    sqlite3.connect = connected
     from txbroker.__main__ import main as run
 
     run()

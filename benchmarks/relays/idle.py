@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,51 +35,38 @@ class Idle(NamedTuple):
     statements: float
     requests: float
 
-    def __str__(self) -> str:
-        return (
-            f"{shown(self.statements)} statements, {shown(self.requests)} requests to Kafka; "
-            f"CPU s: relay {self.relay_cpu_s:.2f}, server {self.server_cpu_s:.2f}, "
-            f"start {self.start_cpu_s:.2f}; {self.memory_mib:.0f} MiB"
-        )
-
     @property
     def cpu_s(self) -> float:
         return self.relay_cpu_s + self.server_cpu_s
 
+    def figure(self, what: str) -> Figure:
+        """Return its processor time as a figure, with all else as a note."""
+        note = (
+            f"{shown(self.statements)} statements, {shown(self.requests)} requests to Kafka; "
+            f"CPU s: relay {self.relay_cpu_s:.2f}, server {self.server_cpu_s:.2f}; start "
+            f"{self.start_s:.1f} s, CPU {self.start_cpu_s:.2f}; {self.memory_mib:.0f} MiB"
+        )
+        return Figure(f"{what}: CPU of relay and server", self.cpu_s, "s a minute", note=note)
 
-async def idle(kafka: str, tables: int) -> list[Figure]:
+
+async def idle(kafka: str, tables: int) -> AsyncIterator[Figure]:
     """Measure idle captures of one table and of many, and idle relays of outboxes."""
-    found = []
     with places(log_statement="all") as place:
         for kind in ("sqlite", "postgresql", "mariadb"):
             url = place.database(kind)
             Outbox(from_url(url, create_tables=True)).create()
             cost = await _measure(place, kind, kafka, "outbox", "relay", url)
-            found.append(
-                Figure(f"idle relay, {kind}", cost.cpu_s, "CPU s a minute", note=str(cost))
-            )
+            yield cost.figure(f"idle relay, {kind}")
         for kind in ("postgresql", "mariadb"):
-            one, many = [await _captured(place, kind, kafka, count) for count in (1, tables)]
+            one = await _captured(place, kind, kafka, 1)
+            yield one.figure(f"1 idle table, {kind}")
+            many = await _captured(place, kind, kafka, tables)
             what = f"{tables:,} idle tables, {kind}"
-            found += [
-                Figure(f"1 idle table, {kind}", one.cpu_s, "CPU s a minute", note=str(one)),
-                Figure(what, many.cpu_s, "CPU s a minute", note=str(many)),
-                Figure(
-                    f"{what}, more than 1: processor time of relay and server",
-                    many.cpu_s - one.cpu_s,
-                    "CPU s a minute",
-                    _CPU_MORE_S,
-                    at_least=False,
-                ),
-                Figure(
-                    f"{what}, more than 1: memory",
-                    many.memory_mib - one.memory_mib,
-                    "MiB",
-                    _MEMORY_MORE_MIB,
-                    at_least=False,
-                ),
-            ]
-    return found
+            yield many.figure(what)
+            more_cpu_s, more_mib = many.cpu_s - one.cpu_s, many.memory_mib - one.memory_mib
+            what = f"{what}, more than 1"
+            yield Figure(f"{what}: CPU", more_cpu_s, "s a minute", _CPU_MORE_S, at_least=False)
+            yield Figure(f"{what}: memory", more_mib, "MiB", _MEMORY_MORE_MIB, at_least=False)
 
 
 async def _captured(place: Places, kind: str, kafka: str, count: int) -> Idle:

@@ -5,26 +5,25 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, closing
 from typing import Any
 
-from benchmarks.peers.kafka import Watcher, watching
+from benchmarks.peers.kafka import Watcher, producing, watching
 from benchmarks.relays.figures import Figure, middle, shown
-from benchmarks.relays.places import RAW, TOPIC, VALUE, places, raw_kafka, running
+from benchmarks.relays.places import RAW, TOPIC, VALUE, places, running
 from tests.databases.places import connect
-from txbroker.core.records import Record
 from txbroker.databases import from_url
 from txbroker.relay import Message, Outbox
 
 _WRITERS = (1, 64)
+_BATCH_BYTES = 1 << 16
 
 Write = Callable[[bytes], Awaitable[None]]
 
 
-async def latency(kafka: str, rows: int) -> list[Figure]:
+async def latency(kafka: str, rows: int) -> AsyncIterator[Figure]:
     """Commit rows one after another, and by 64 writers; each waits until its message is visible."""
-    found = []
     raw = {writers: await _raw_ms(kafka, writers, rows) for writers in _WRITERS}
     with places() as place:
         for kind in ("sqlite", "postgresql"):
@@ -35,7 +34,7 @@ async def latency(kafka: str, rows: int) -> list[Figure]:
                 for writers, share, aim in ((1, 0.5, 15), (64, 0.99, 150)):
                     times = await _relayed_ms(kafka, outbox, url, writers, rows)
                     alone = middle(raw[writers], share)
-                    figure = Figure(
+                    yield Figure(
                         f"commit to visible, {kind}, {writers} in flight, p{share * 100:g}",
                         middle(times, share),
                         "ms",
@@ -43,20 +42,18 @@ async def latency(kafka: str, rows: int) -> list[Figure]:
                         at_least=False,
                         raw=alone,
                         note=f"p50 {shown(middle(times))}, p99 {shown(middle(times, 0.99))}; "
-                        f"a plain record, appended to visible, {shown(alone)}",
+                        f"a plain record, sent to visible, {shown(alone)}",
                     )
-                    found.append(figure)
-    return found
 
 
 async def _raw_ms(kafka: str, writers: int, rows: int) -> list[float]:
-    """Return the times of an idempotent producer from append to visible, sorted."""
-    async with raw_kafka(kafka) as door, watching(kafka, RAW) as watcher:
+    """Return the times of an idempotent producer from send to visible, sorted."""
+    async with producing(kafka, _BATCH_BYTES) as producer, watching(kafka, RAW) as watcher:
 
         async def write(key: bytes) -> None:
-            await door.append(RAW, 0, [Record(key, VALUE, timestamp_ms=int(time.time() * 1000))])
+            await producer.send(RAW, VALUE, key)
 
-        return await _times(watcher, [write] * writers, rows, from_the_call=True)
+        return await _times(watcher, [write] * writers, rows)
 
 
 async def _relayed_ms(kafka: str, outbox: Outbox, url: str, writers: int, rows: int) -> list[float]:
@@ -88,19 +85,15 @@ async def _relayed_ms(kafka: str, outbox: Outbox, url: str, writers: int, rows: 
         return await _times(watcher, [writer(connection) for connection in opened], rows)
 
 
-async def _times(
-    watcher: Watcher, writers: list[Write], rows: int, from_the_call: bool = False
-) -> list[float]:
+async def _times(watcher: Watcher, writers: list[Write], rows: int) -> list[float]:
     times: list[float] = []
 
     async def run(number: int, write: Write) -> None:
         for n in range(rows // len(writers)):
             key = f"{len(writers)}-{number}-{n}".encode()
             seen = watcher.expect(key)
-            began_s = time.monotonic()
             await write(key)
-            if not from_the_call:
-                began_s = time.monotonic()
+            began_s = time.monotonic()
             times.append((await seen - began_s) * 1000)
 
     await asyncio.gather(*(run(number, write) for number, write in enumerate(writers)))

@@ -82,7 +82,10 @@ def txbroker(*arguments: str) -> Ended:
     """Run a command to its end, and measure it."""
     began_s = time.monotonic()
     pid = os.posix_spawn(
-        sys.executable, [sys.executable, "-m", "txbroker", *arguments], dict(os.environ)
+        sys.executable,
+        [sys.executable, "-m", "txbroker", *arguments],
+        dict(os.environ),
+        file_actions=[(os.POSIX_SPAWN_DUP2, sys.stderr.fileno(), sys.stdout.fileno())],
     )
     _pid, status, usage = os.wait4(pid, 0)
     if status:
@@ -132,22 +135,15 @@ def memory_mib(pid: int) -> float:
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
-@asynccontextmanager
-async def raw_kafka(kafka: str) -> AsyncIterator[KafkaConsumingDoor]:
-    """Open an idempotent producer, as it is without a relay."""
+async def raw_rate(kafka: str) -> float:
+    """Return records of `VALUE` a second of an idempotent producer."""
     door = KafkaConsumingDoor.from_access(load_kafka_access(kafka))
     await door.start()
     try:
-        yield door
-    finally:
-        await door.close()
-
-
-async def raw_rate(kafka: str) -> float:
-    """Return records of `VALUE` a second of an idempotent producer."""
-    async with raw_kafka(kafka) as door:
         records = [Record(b"k%d" % n, VALUE, timestamp_ms=1_700_000_000_000) for n in range(PIECE)]
         began_s = time.monotonic()
         for n in range(_RAW_RECORDS // PIECE):
             await door.append(RAW, n % 4, records)
         return _RAW_RECORDS / (time.monotonic() - began_s)
+    finally:
+        await door.close()

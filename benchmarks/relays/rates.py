@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -15,9 +16,9 @@ from txbroker.relay import Outbox
 _MEMORY_MIB = 250
 
 
-async def drain(kafka: str, rows: int) -> list[Figure]:
+async def drain(kafka: str, rows: int) -> AsyncIterator[Figure]:
     """Drain waiting rows of 100 bytes, each its own transaction."""
-    raw, found = await raw_rate(kafka), []
+    raw = await raw_rate(kafka)
     with places() as place:
         for kind in ("sqlite", "postgresql", "mariadb"):
             url = place.database(kind)
@@ -26,13 +27,13 @@ async def drain(kafka: str, rows: int) -> list[Figure]:
             ended = await asyncio.to_thread(
                 txbroker, "outbox", "relay", url, "--kafka", kafka, "--until-drained"
             )
-            found += _figures(f"drain {kind}, {rows:,} rows", ended, rows, raw, 15_000)
-    return found
+            for figure in _figures(f"drain {kind}, {rows:,} rows", ended, rows, raw, 15_000):
+                yield figure
 
 
-async def capture(kafka: str, rows: int) -> list[Figure]:
+async def capture(kafka: str, rows: int) -> AsyncIterator[Figure]:
     """Capture rows of 100 bytes, in transactions of ten, that were committed before."""
-    raw, found = await raw_rate(kafka), []
+    raw = await raw_rate(kafka)
     with places() as place:
         for kind, aim in (("postgresql", 20_000), ("mariadb", 8_000)):
             url = place.as_admin(kind, place.database(kind))
@@ -47,16 +48,14 @@ async def capture(kafka: str, rows: int) -> list[Figure]:
             ended = await asyncio.to_thread(
                 txbroker, "capture", "run", file, "--kafka", kafka, "--until-drained"
             )
-            found += _figures(f"capture {kind}, {rows:,} rows", ended, rows, raw, aim)
-    return found
+            for figure in _figures(f"capture {kind}, {rows:,} rows", ended, rows, raw, aim):
+                yield figure
 
 
-def _figures(what: str, ended: Ended, rows: int, raw: float, aim: float) -> list[Figure]:
+def _figures(what: str, ended: Ended, rows: int, raw: float, aim: float) -> Iterator[Figure]:
     note = f"{shown(rows / ended.cpu_s)} a CPU second; raw Kafka {shown(raw)}"
-    return [
-        Figure(what, rows / ended.seconds, "a second", aim, raw=raw, note=note),
-        Figure(f"{what}: memory", ended.memory_mib, "MiB", _MEMORY_MIB, at_least=False),
-    ]
+    yield Figure(what, rows / ended.seconds, "a second", aim, raw=raw, note=note)
+    yield Figure(f"{what}: memory", ended.memory_mib, "MiB", _MEMORY_MIB, at_least=False)
 
 
 def _fill(url: str, rows: int) -> None:
