@@ -9,12 +9,12 @@ HEAD = "| measure | figure | times raw Kafka | aim | |\n| --- | ---: | ---: | --
 
 
 class Figure(NamedTuple):
-    """What was measured.
+    """A measured value.
 
     Attributes:
         aim: what the value is to be, at least or at most; None: there is no aim.
         raw: the same of raw Kafka in the same run.
-        note: what else was measured.
+        note: other values.
     """
 
     what: str

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,9 +70,9 @@ async def idle(kafka: str, tables: int) -> AsyncIterator[Figure]:
             yield Figure(f"{what}: memory", more_mib, "MiB", _MEMORY_MORE_MIB, at_least=False)
 
 
-async def _captured(place: Places, kind: str, kafka: str, count: int) -> Idle:
+async def _captured(place: Places, kind: str, kafka: str, tables: int) -> Idle:
     url = place.as_admin(kind, place.database(kind))
-    names = [f"t{number}" for number in range(count)]
+    names = [f"t{number}" for number in range(tables)]
     with closing(connect(url)) as connection:
         for name in names:
             connection.cursor().execute(
@@ -118,7 +119,8 @@ def _statements(place: Places, kind: str, counts: memoryview) -> Iterator[Callab
         yield lambda: _logged(place.servers[kind].folder / "log")
     else:
         with closing(connect(place.servers[kind].admin_url)) as connection:
-            yield lambda: _questions(connection)
+            own = count(1)
+            yield lambda: _questions(connection) - next(own)
 
 
 def _logged(log: Path) -> int:
