@@ -65,6 +65,8 @@ def places(**postgres_settings: str) -> Iterator[Places]:
             binlog_format="ROW",
             binlog_row_metadata="FULL",
             innodb_flush_log_at_trx_commit=2,
+            innodb_flush_method="nosync",
+            sync_frm=0,
         ) as mariadb,
     ):
         yield Places(Path(folder), postgres, mariadb)
