@@ -322,9 +322,10 @@ async def test_a_restored_table_stops_the_relay(sqlite_shop: Shop) -> None:
     assert shop.states() == {"LOCAL_COMMIT": 1}
 
 
-async def test_finished_rows_are_deleted(shop: Shop) -> None:
+@pytest.mark.parametrize("keep_s", [0, 0.001])
+async def test_finished_rows_are_deleted(shop: Shop, keep_s: float) -> None:
     shop.add(range(5))
-    async with shop.relay(keep_s=0) as relay:
+    async with shop.relay(keep_s=keep_s) as relay:
         await relay.drain(timeout_s=20)
         await until(lambda: not shop.states(), 20)
     assert shop.numbers() == [0, 1, 2, 3, 4]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from txbroker.databases.dialect import MARIADB, POSTGRESQL, SQLITE, Dialect
+from txbroker.databases.dialect import MARIADB, SQLITE, Dialect
 from txbroker.databases.outbox.table import OUTBOX
 from txbroker.databases.steps import Query, Steps
 
@@ -100,10 +100,12 @@ class WaitingRows:
 
     Args:
         shards: their numbers; empty: all rows.
+        keep: whether delivered rows stay until `purge`.
     """
 
-    def __init__(self, dialect: Dialect, shards: Sequence[int] = ()) -> None:
+    def __init__(self, dialect: Dialect, shards: Sequence[int] = (), *, keep: bool = True) -> None:
         self._dialect = dialect
+        self._keep = keep
         self._of_shards = f" AND shard IN ({', '.join(map(str, shards))})" if shards else ""
 
     # --- rows to be sent -----------------------------------------------------------------------
@@ -111,25 +113,20 @@ class WaitingRows:
     def select(self, count: int) -> Steps[Selection]:
         """Return the first rows to be sent by position, at most `count`.
 
-        A unit that continues after them is left out; but if it is the first one, its rows are all
-        that is returned.
+        A unit that may continue after them is left out; but if it is the first one, its rows are
+        all that is returned.
         """
-        dialect = self._dialect
-        # On PostgreSQL in the order in which transactions began to write: it fits that of keys, and
-        # has the rows of a unit beside each other, as the order of positions has on SQLite.
-        order = "unit, position" if dialect is POSTGRESQL else "position"
-        found = yield Query(self._select(f"ORDER BY {order} LIMIT {count}", self._continues))
+        # In the order in which transactions began to write: it fits that of keys, and has the rows
+        # of a unit beside each other. On SQLite, with one writer at a time, that of positions.
+        order = "position" if self._dialect is SQLITE else "unit, position"
+        found = yield Query(self._select(f"ORDER BY {order} LIMIT {count}"))
         rows = [_waiting(row) for row in found.rows]
-        if len(rows) < count:
+        last = rows[-1].unit if len(rows) == count else ""
+        if not last:
             return Selection(sorted(rows))
-        ends = {row[2]: row[0] for row in (found.rows if self._mixed else found.rows[-1:])}
-        cut = {unit for unit, continues in ends.items() if continues}
-        first = rows[0].unit
-        longer = first in cut
-        # Where units are not mixed, the last one may have the name of an earlier one, whose rows do
-        # not overtake those between the two.
-        among = filter if self._mixed else takewhile
-        kept = among(lambda row: row.unit == first if longer else row.unit not in cut, rows)
+        longer = rows[0].unit == last
+        # On SQLite other rows may follow, and then again such of the first or the last unit.
+        kept = takewhile(lambda row: (row.unit == last) is longer, rows)
         return Selection(sorted(kept), longer)
 
     def rest(self, last: WaitingRow, count: int) -> Steps[Sequence[WaitingRow]]:
@@ -137,37 +134,15 @@ class WaitingRows:
         condition, values = f"AND position > {last.position}", tuple[str, ...]()
         if self._dialect is not SQLITE:  # there, no index has the unit
             condition, values = f"{condition} AND unit = ?", (last.unit,)
-        condition = f"{condition} ORDER BY position LIMIT {count}"
-        # MariaDB may take the other index, and read all waiting rows.
-        found = yield Query(self._select(condition, hint=self._by_unit), values)
+        found = yield Query(self._select(f"{condition} ORDER BY position LIMIT {count}"), values)
         return list(takewhile(lambda row: row.unit == last.unit, map(_waiting, found.rows)))
 
-    @property
-    def _mixed(self) -> bool:
-        """Whether rows of other units may be between those of a unit."""
-        return self._dialect not in (POSTGRESQL, SQLITE)
-
-    @property
-    def _by_unit(self) -> str:
-        return f" FORCE INDEX ({OUTBOX}_unit)" if self._dialect is MARIADB else ""
-
-    @property
-    def _continues(self) -> str:
-        """SQL: whether the last row of its unit in a selection may not be the unit's last one."""
-        if not self._mixed:
-            return "unit <> ''"
+    def _select(self, condition: str) -> str:
         return (
-            f"unit <> '' AND EXISTS (SELECT 1 FROM {OUTBOX} AS later{self._by_unit} WHERE "
-            f"later.unit = kept.unit AND later.position > kept.position AND {_READY}"
-            f"{self._of_shards})"
-        )
-
-    def _select(self, condition: str, more: str = "0", hint: str = "") -> str:
-        return (
-            f"SELECT {more}, position, unit, order_key, message_key, "
+            "SELECT position, unit, order_key, message_key, "
             "COALESCE(LENGTH(message_value), 0) + LENGTH(headers), "
             f"CASE WHEN timeout_at <= {self._dialect.now_ms} THEN 1 ELSE 0 END "
-            f"FROM {OUTBOX} AS kept{hint} WHERE {_READY}{self._of_shards} {condition}"
+            f"FROM {OUTBOX} WHERE {_READY}{self._of_shards} {condition}"
         )
 
     def fetch(self, positions: Sequence[int]) -> Steps[list[FullRow]]:
@@ -183,10 +158,10 @@ class WaitingRows:
     # --- their outcomes ------------------------------------------------------------------------
 
     def mark(self, positions: Iterable[int]) -> Steps[int]:
-        """Note that rows are visible; return how many were not marked before."""
-        return (
-            yield from self._set("state = 'GLOBAL_COMMIT'", "state = 'LOCAL_COMMIT'", positions)
-        )
+        """Note that rows are visible, or delete them if they are not kept; return how many were not
+        marked before."""
+        change = "state = 'GLOBAL_COMMIT'" if self._keep else ""
+        return (yield from self._set(change, "state = 'LOCAL_COMMIT'", positions))
 
     def ids_waiting(self, positions: Iterable[int]) -> Steps[list[tuple[int, str]]]:
         """Return position and id of those rows that are not marked."""
@@ -291,17 +266,17 @@ class WaitingRows:
         return keys
 
     def _set(self, change: str, condition: str, positions: Iterable[int]) -> Steps[int]:
-        """Change rows by position."""
+        """Change rows by position, or delete them if there is no change."""
         dialect, count = self._dialect, 0
-        change = f"{change}, changed_at = {dialect.now_ms}"
+        change = change and f" SET {change}, changed_at = {dialect.now_ms}"
         if dialect is MARIADB:  # a subquery here would be executed for each row of the table
-            sql = (
-                f"UPDATE {dialect.numbers} CROSS JOIN {OUTBOX} AS kept SET {change} "
-                f"WHERE kept.position = numbers.n AND {condition}"
-            )
+            tables = f"{dialect.numbers} CROSS JOIN {OUTBOX} AS kept"
+            sql = f"UPDATE {tables}{change}" if change else f"DELETE kept FROM {tables}"
+            among = "kept.position = numbers.n"
         else:
+            sql = f"UPDATE {OUTBOX}{change}" if change else f"DELETE FROM {OUTBOX}"
             among = f"position IN (SELECT n FROM {dialect.numbers})"
-            sql = f"UPDATE {OUTBOX} SET {change} WHERE {among} AND {condition}"
+        sql += f" WHERE {among} AND {condition}"
         for piece in _pieces(positions):
             count += (yield Query(sql, (json.dumps(piece),))).count
         return count
@@ -348,11 +323,10 @@ class WaitingRows:
 
     def waiting(self) -> Steps[int]:
         """Return the number of rows that wait, of all shards."""
-        count = 0
-        for condition in (_READY, _LATER):
-            found = yield Query(f"SELECT COUNT(*) FROM {OUTBOX} WHERE {condition}")
-            count += int(found.rows[0][0])
-        return count
+        # One statement: a relay may hold rows meanwhile.
+        counts = (f"(SELECT COUNT(*) FROM {OUTBOX} WHERE {each})" for each in (_READY, _LATER))
+        found = yield Query(f"SELECT {' + '.join(counts)}")
+        return int(found.rows[0][0])
 
     def causes(self, count: int) -> Steps[list[tuple[str, str]]]:
         """Return topic and cause of rows that wait because Kafka refused them."""
@@ -364,7 +338,7 @@ class WaitingRows:
 
 
 def _waiting(row: Sequence[Any]) -> WaitingRow:
-    _more, position, unit, order_key, key, size, expired = row
+    position, unit, order_key, key, size, expired = row
     size = int(size) + len(key or b"") + _ROWS_OVERHEAD
     return WaitingRow(int(position), unit, order_key, key, size, bool(expired))
 
