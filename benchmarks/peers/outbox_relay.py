@@ -23,7 +23,8 @@ _ORDERS = "CREATE TABLE orders (id text PRIMARY KEY, state text NOT NULL)"
 _ORDER = """
 \\set one random(1, 1000000000000)
 BEGIN;
-WITH made AS (SELECT extract(epoch FROM clock_timestamp()) || '-:client_id-:one' AS key),
+WITH made AS (
+    SELECT extract(epoch FROM clock_timestamp()) || '-' || :client_id || '-' || :one AS key),
   placed AS (INSERT INTO orders SELECT key, 'placed' FROM made)
 INSERT INTO txbroker_outbox (topic, message_key, message_value)
   SELECT 'outbox', convert_to(key, 'UTF8'), convert_to(repeat('x', {size}), 'UTF8') FROM made;
@@ -96,6 +97,8 @@ def _url(sockets: Path) -> str:
 async def _relaying(url: str, kafka: str) -> AsyncIterator[asyncio.Task[None]]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "txbroker", "outbox", "relay", url, "--kafka", kafka),
+        # The polled outbox deletes its rows, too.
+        *("--keep-s", "0"),
         stderr=asyncio.subprocess.PIPE,
     )
     assert process.stderr is not None

@@ -350,8 +350,9 @@ def decide(
                 "changed some of them. See them with `txbroker outbox show`, and set one state"
             )
         raise TooLate(
-            f"the rows of {prepared.ids[0]} are {', '.join(states)}, decided before by a check or "
-            f"an operator: {decision.value} is too late. Roll this transaction back"
+            f"the rows of {prepared.ids[0]} are {', '.join(states)}, decided before by this "
+            f"service, a check or an operator: {decision.value} is too late. Roll this transaction "
+            "back"
         )
     if decision is Decision.ROLLBACK:
         yield from _roll_back(dialect, prepared.ids, cause)
