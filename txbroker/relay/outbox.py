@@ -135,7 +135,7 @@ class Outbox:
             ConfigurationError: the block has ended the transaction.
         """
         new, timeout_ms = rows.new_rows(messages, order_key), _milliseconds(timeout_s)
-        self._check_tables()
+        self.database.ready(self.tables)
         with block_on(self._dialect, connection):
             joined = self._join(connection)
             ids = self._insert(joined, new, UNKNOWN, timeout_ms)
@@ -152,8 +152,7 @@ class Outbox:
     ) -> AsyncIterator[Prepared]:
         """`transaction` on a connection whose statements are awaited."""
         new, timeout_ms = rows.new_rows(messages, order_key), _milliseconds(timeout_s)
-        if self.tables.name not in self.database.prepared:
-            await self.database.prepare_async(self.tables)
+        await self.database.ready_async(self.tables)
         async with block_on_async(self._dialect, connection):
             joined = await self._join_async(connection)
             ids = await self._insert_async(joined, new, UNKNOWN, timeout_ms)
@@ -176,7 +175,7 @@ class Outbox:
                 they are, the relay checks them.
         """
         new, timeout_ms = rows.new_rows(messages, order_key), _milliseconds(timeout_s)
-        self._check_tables()
+        self.database.ready(self.tables)
         with self.database.explained(tables=self.tables), self._sessions.lend() as session:
             steps_in_transaction(self._undecided(new, timeout_ms), session)
         return _prepared(new)
@@ -190,8 +189,7 @@ class Outbox:
                 lambda: self.prepare(*messages, order_key=order_key, timeout_s=timeout_s)
             )
         new, timeout_ms = rows.new_rows(messages, order_key), _milliseconds(timeout_s)
-        if self.tables.name not in self.database.prepared:
-            await self.database.prepare_async(self.tables)
+        await self.database.ready_async(self.tables)
         with self.database.explained(tables=self.tables):
             session = await self.database.open_async()
             try:
@@ -238,10 +236,6 @@ class Outbox:
         await joined.run(self._decide(joined.driver, of_rows, decision, messages, last))
 
     # --- steps -------------------------------------------------------------------------------
-
-    def _check_tables(self) -> None:
-        if self.tables.name not in self.database.prepared:
-            self.database.prepare(self.tables)
 
     def _join(self, connection: Any) -> Joined:
         joined = join(self.database, connection, self.tables)

@@ -206,7 +206,7 @@ async def test_apply_replaces_old_triggers_and_remove_drops_its_own(
     fewer = open_capture(captured.map('before = true\noperations = ["insert"]'))
     assert states(await fewer.apply())[2:] == [("to do", "drop")] * 2
     assert len(captured.triggers()) == 2
-    assert states(await fewer.remove()) == [("to do", "drop")]
+    assert states(await fewer.remove()) == [("done", "drop")]
     assert captured.triggers() == {"txbroker_capture_shopping"}
     assert await fewer.remove() == []
     assert len(captured.rows()) == 1

@@ -156,8 +156,8 @@ async def apply(mapping: CaptureMapping, database: MariaDB) -> list[Step]:
 async def remove(mapping: CaptureMapping, database: MariaDB) -> list[Step]:
     """Remove what `apply` recorded; see `setup.CaptureSetup`."""
     removed = await database.ask(_forget(mapping.name))
-    state = StepState.TO_DO if removed else StepState.DONE
-    return [Step(state, f"remove the position of {mapping.name} from {TABLE}")]
+    text = f"remove the position of {mapping.name} from {TABLE}"
+    return [Step(StepState.DONE, text)] if removed else []
 
 
 def _record(name: str) -> Steps[None]:

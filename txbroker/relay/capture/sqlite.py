@@ -80,7 +80,7 @@ async def remove(mapping: TableMappings, database: SQLite) -> list[Step]:
     with database.explained():
         found = await database.apart_async(_look(mapping, database.name))
         drops = [
-            Step(StepState.TO_DO, f"drop trigger {name}", _drop(name))
+            Step(StepState.DONE, f"drop trigger {name}", _drop(name))
             for name in sorted(found.triggers)
         ]
         await database.apart_async(_execute([each.sql for each in drops]))
