@@ -142,6 +142,10 @@ bench-consumers: $(VENV)/.dev ## Measure consumers against their aims, and besid
 bench-exactly-once: $(VENV)/.dev ## Measure exactly-once consumers against their aims (20 minutes)
 	@$(BIN)/python -m benchmarks.exactly_once
 
+.PHONY: bench-relays
+bench-relays: $(VENV)/.dev ## Measure relays and captures against their aims (15 minutes)
+	@$(BIN)/python -m benchmarks.relays
+
 .PHONY: bench-endurance
 bench-endurance: $(VENV)/.dev ## Measure whether ten million transactions slow down or grow (an hour)
 	@$(BIN)/python -m benchmarks.endurance

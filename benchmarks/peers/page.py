@@ -7,13 +7,21 @@ import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
-from itertools import product
 from typing import Any
 
 Data = dict[str, Any]
 _LINE = 105
 _QUIET = 0.05
 """Maximum CPU share of other processes on a quiet machine."""
+_RATIOS = (
+    ("txbroker", "rocketmq"),
+    ("txbroker", "ceiling"),
+    ("txbroker-keyless", "rocketmq"),
+    ("txbroker-keyless", "ceiling"),
+    ("txbroker-outbox-sqlite", "outbox-sqlite"),
+    ("txbroker-outbox-postgres", "outbox-postgres"),
+)
+"""Peers whose rates are divided."""
 
 
 def page(data: Data, name: str) -> str:
@@ -127,7 +135,7 @@ def _ratios(data: Data) -> Iterator[str]:
     machine counts for both."""
     peers = data["peers"]
     rows = []
-    for ours, other in product(("txbroker", "txbroker-keyless"), ("rocketmq", "ceiling")):
+    for ours, other in _RATIOS:
         if ours not in peers or other not in peers:
             continue
         figures = peers[ours]["figures"], peers[other]["figures"]

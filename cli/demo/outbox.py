@@ -87,6 +87,8 @@ async def show(kafka: str, folder: Path, timeline: Timeline, console: Console) -
     """
     database = folder / "shop.db"
     create_tables(database)
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")  # shop and relay do not wait for readers
     Outbox(SQLite(database, create_tables=True)).create()
     await _create_topics(kafka)
     timeline.title(f"1. A shop writes {SHOPS[-1][1]} orders, each with two messages, in three ways")

@@ -14,7 +14,7 @@ from txbroker.proxy.observe.logging import configure_logging
 from txbroker.relay import Decision, Outbox, Relay
 from txbroker.sdk import CheckRequest
 
-CHECK_AFTER_S = 2.0
+CHECK_AFTER_S = 1.0
 _POLL_S = 0.01
 
 

@@ -26,7 +26,7 @@ from txbroker.databases.urls import from_url
 @click.option("--retries-max", type=int, default=10, show_default=True, metavar="N",
               help="How often Kafka may refuse a row before it is a MESSAGE_ERROR.")  # fmt: skip
 @click.option("--keep-s", type=float, default=86400.0, show_default=True, metavar="SECONDS",
-              help="How long finished rows are kept.")  # fmt: skip
+              help="How long finished rows are kept; 0: a delivered one is deleted.")  # fmt: skip
 @click.option("--shards", type=int, metavar="N",
               help="How many relays can work at the same time: 1, 2, 4, 8 or 16. It is stored; "
               "without this option the stored number counts.")  # fmt: skip

@@ -338,6 +338,8 @@ class MariaServer(DatabaseServer):
             "port": self.port,
             # Relative to the data: the path of a socket must be short.
             "socket": "socket",
+            # A server that starts deletes the temporary tables in its folder, also another one's.
+            "tmpdir": str(self.folder),
             "pid_file": "pid",
             "innodb_buffer_pool_size": "32M",
             "innodb_log_file_size": "16M",

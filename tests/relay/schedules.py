@@ -39,7 +39,8 @@ from txbroker.testing.topics import KafkaTransaction
 
 T = TypeVar("T")
 _SERVER = structs.replace(SQLITE, name="server")
-"""A database whose transactions draw positions in turn, as on SQLite none can."""
+"""A database whose transactions draw positions in turn, as on SQLite none can, and units, which
+order them."""
 _numbers = count(1)
 POSITIONS = "txbroker.relay"
 TOPICS = {"ready": 2, "late": 1, "small": 1}
@@ -107,7 +108,8 @@ class Relay:
             self, world.kafka, f"outbox/{shard}", POSITIONS, f"outbox/{shard}"
         )
         named = world.named
-        rows = WaitingRows(world.dialect, rows_of_shard(shard, world.shards))
+        of_shard = rows_of_shard(shard, world.shards)
+        rows = WaitingRows(world.dialect, of_shard, keep=world.keep)
         leases = Leases(SQLITE, f"relay {next(_numbers)}", 10)
         world.take(leases.owner, shard)
         thread = cast(DatabaseThread, self)
@@ -208,6 +210,7 @@ class World:
         self._topics = self.fate.choice(_REFUSING)
         self._serial = self.fate.random() < 0.2
         self.dialect = SQLITE if self._serial else _SERVER
+        self.keep = self.fate.random() < 0.7
         self.session = database.session
         self.named = database.named
         self.business: list[Business] = []
@@ -395,7 +398,10 @@ class World:
             each.committed = self._step
             if self._serial:
                 each.rows = [self._drawn(row) for row in each.rows]
-            self._database.insert(each.unit if len(each.rows) > 1 else "", each.rows)
+                unit = each.unit if len(each.rows) > 1 else ""
+            else:
+                unit = f"{each.rows[0].position:020}"
+            self._database.insert(unit, each.rows)
 
     def _drawn(self, row: Row) -> Row:
         """Return a row whose position is drawn at its commit."""
@@ -440,8 +446,9 @@ class World:
             elif len(places) > 1:
                 yield f"{id} is visible {len(places)} times: {places}"
         for id in committed:
-            if (states[id] == "GLOBAL_COMMIT") != (id in self.seen):
-                yield f"{id} is {states[id]}, visible: {id in self.seen}"
+            done = states.get(id) == "GLOBAL_COMMIT" if self.keep else id not in states
+            if done != (id in self.seen):
+                yield f"{id} is {states.get(id, 'deleted')}, visible: {id in self.seen}"
         yield from self._whole()
         yield from self._ordered()
 

@@ -88,27 +88,33 @@ def test_rows_of_one_transaction_have_one_unit(kind: Place, outbox: Outbox) -> N
             connection.commit()
         outbox.add(connection, message("never"))
         connection.rollback()
+        with kind.transaction() as further:
+            other.add(further, message("between"))
         outbox.add(connection, message("f"))
         run(connection, "SAVEPOINT mine")
         outbox.add(connection, message("never"))
         run(connection, "ROLLBACK TO SAVEPOINT mine")
         outbox.add(connection, message("g"))
         connection.commit()
-        outbox.add(connection, message("h"))
+        (purged,) = outbox.add(connection, message("h"))
         connection.commit()
-    with kind.transaction() as connection:
-        other.add(connection, message("i"))
+        run(connection, f"DELETE FROM txbroker_outbox WHERE id = '{purged}'")
+        connection.commit()
+        outbox.add(connection, message("i"))
+        connection.commit()
     units: dict[str, str] = {}
     for row in rows(kind):
         units[row.unit] = units.get(row.unit, "") + row.key.decode()
-    assert sorted(units.values()) == ["ab", "cde", "fg", "h", "i"]
+    assert list(units.values()) == ["ab", "cde", "between", "fg", "i"]
+    if kind.dialect.unit:
+        assert list(units) == sorted(units)
 
 
 def test_unit_is_used_again_while_the_look_fails(
     kind: Place, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two transactions with one unit do no harm; two units in one transaction would."""
-    if kind.dialect.transaction_id:
+    if kind.dialect.name == "postgresql":
         return
 
     def fail(_lock_wait_s: float) -> Any:

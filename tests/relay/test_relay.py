@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import closing
 
 import pytest
@@ -13,7 +14,7 @@ from tests.kit.until import until
 from tests.relay.world import Shop, ids, with_transaction
 from txbroker.databases import from_url
 from txbroker.errors import ConfigurationError
-from txbroker.relay import Message, Outbox, Relay, StillWaiting
+from txbroker.relay import Message, Outbox, Relay, StillWaiting, outbox_source
 
 
 async def test_committed_rows_become_visible_once_and_others_never(shop: Shop) -> None:
@@ -49,22 +50,100 @@ async def test_content_arrives_unchanged(shop: Shop) -> None:
     assert abs(by_key[b"tombstone"].timestamp_ms / 1000 - time.time()) < 3600
 
 
-async def test_a_unit_larger_than_a_delivery_is_one_kafka_transaction(shop: Shop) -> None:
-    """A transaction of 5,000 rows, in several calls; a reader sees none or all of them."""
-    with closing(shop.place.connect()) as connection:
-        with_transaction(connection)
-        for begin in range(0, 5000, 1000):
-            shop.outbox.add(connection, *shop.messages(range(begin, begin + 1000)))
-        connection.commit()
-    seen = set()
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The rows of a page."""
+    monkeypatch.setattr(outbox_source, "_ROWS", 50)
+    return 50
+
+
+def add_mixed(shop: Shop, long: Sequence[Message], short: Sequence[Message]) -> None:
+    """Commit a long transaction, and short ones: their rows are between those of the long one, as
+    far as the database has several writers."""
+    several = "sqlite" not in shop.place.url
+    with closing(shop.place.connect()) as first, closing(shop.place.connect()) as second:
+        with_transaction(first)
+        half = len(long) // 2
+        shop.outbox.add(first, *long[:half])
+        for message in short if several else ():
+            shop.outbox.add(second, message)
+            second.commit()
+        shop.outbox.add(first, *long[half:])
+        first.commit()
+        for message in () if several else short:
+            with_transaction(second)
+            shop.outbox.add(second, message)
+            second.commit()
+
+
+async def test_a_unit_larger_than_a_page_is_one_kafka_transaction(
+    shop: Shop, small_pages: int
+) -> None:
+    """A reader of a partition sees none or all of its rows."""
+    long, short = range(20 * small_pages), range(5000, 5000 + 2 * small_pages)
+    add_mixed(shop, shop.messages(long), shop.messages(short))
+    seen: list[set[tuple[int, int]]] = []
     async with shop.relay() as relay:
         draining = asyncio.create_task(relay.drain(timeout_s=60))
         while not draining.done():
-            seen.add(len(await asyncio.to_thread(shop.visible)))
+            seen.append(await asyncio.to_thread(_places, shop))
         await draining
-    assert shop.numbers() == list(range(5000))
-    assert {count for count in seen if count % 5000} == set()
-    assert relay.statistics()["delivered_total"] == 5000
+    assert shop.numbers() == [*long, *short]
+    assert relay.statistics()["delivered_total"] == len(long) + len(short)
+    for partition in range(3):
+        whole = {place for place in _places(shop) if place[0] == partition and place[1] in long}
+        assert all(places & whole in (set(), whole) for places in seen)
+
+
+def _places(shop: Shop) -> set[tuple[int, int]]:
+    """Return partition and value of visible records."""
+    return {(record.partition, int(record.value or b"-1")) for record in shop.visible()}
+
+
+async def test_marks_of_a_long_unit_go_on_where_they_ended(shop: Shop, small_pages: int) -> None:
+    """Its relay was killed between two pages; the first one is deleted already."""
+    shop.add(range(250))
+    async with shop.relay() as relay:
+        await relay.drain(timeout_s=20)
+    first, _second, *others = _pages(shop, small_pages)
+    shop.execute(f"DELETE FROM txbroker_outbox WHERE position IN ({first})")
+    for page in others:
+        _unmark(shop, page)
+    shop.add([8000])
+    async with shop.relay() as relay:
+        await relay.drain(timeout_s=20)
+    assert shop.numbers() == [*range(250), 8000]
+    assert shop.states() == {"GLOBAL_COMMIT": 201}
+
+
+async def test_a_long_unit_without_a_row_of_a_page_stops_the_relay(
+    sqlite_shop: Shop, small_pages: int
+) -> None:
+    shop = sqlite_shop
+    shop.add(range(250))
+    async with shop.relay() as relay:
+        await relay.drain(timeout_s=20)
+    *_, last = _pages(shop, small_pages)
+    _unmark(shop, last.partition(",")[2])
+    relay = shop.relay()
+    await relay.start()
+    with pytest.raises(ConfigurationError, match="was restored or changed"):
+        await relay.run()
+    await relay.close()
+    assert shop.states() == {"LOCAL_COMMIT": 49, "GLOBAL_COMMIT": 201}
+
+
+def _pages(shop: Shop, size: int) -> list[str]:
+    """Return the positions of all rows as SQL, by page."""
+    found = shop.place.select("SELECT position FROM txbroker_outbox ORDER BY position")
+    positions = [str(row[0]) for row in found]
+    return [",".join(positions[begin : begin + size]) for begin in range(0, len(found), size)]
+
+
+def _unmark(shop: Shop, positions: str) -> None:
+    shop.execute(
+        f"UPDATE txbroker_outbox SET state = 'LOCAL_COMMIT' WHERE position IN ({positions})"
+    )
 
 
 async def test_many_small_transactions_keep_the_order_of_their_keys(shop: Shop) -> None:
@@ -107,6 +186,34 @@ async def test_a_refused_row_waits_with_its_key_and_its_unit_while_others_contin
         await relay.drain(timeout_s=20)
     assert shop.numbers() == [2, 3, 4, 5]
     assert len(read_topics(shop.bootstrap, [missing])) == 1
+
+
+async def test_a_long_unit_waits_whole_and_goes_without_expired_rows(
+    shop: Shop, small_pages: int
+) -> None:
+    missing = f"{shop.prefix}.missing"
+    with closing(shop.place.connect()) as connection:
+        with_transaction(connection)
+        shop.outbox.add(connection, *shop.messages(range(130)))
+        shop.outbox.add(connection, *shop.messages(range(900, 990)), timeout_s=0.001)
+        shop.outbox.add(connection, *shop.messages([130]), Message(missing, "k131", "131"))
+        connection.commit()
+    shop.add([140], order_key="other")
+    with closing(shop.place.connect()) as connection:
+        with_transaction(connection)  # a long one, too, with a key of the first in its last page
+        shop.outbox.add(connection, *shop.messages(range(200, 300)))
+        shop.outbox.add(connection, *shop.messages([3]))
+        connection.commit()
+    await asyncio.sleep(0.05)  # the timeout of rows passes by the database's clock
+    async with shop.relay() as relay:
+        await until(lambda: shop.numbers() == [140], 20)
+        with pytest.raises(StillWaiting, match="233 rows still wait"):
+            await relay.drain(timeout_s=0.1)
+        await asyncio.to_thread(create_topic, shop.bootstrap, missing)
+        await relay.drain(timeout_s=20)
+    assert shop.numbers() == sorted([*range(131), 140, *range(200, 300), 3])
+    assert len(read_topics(shop.bootstrap, [missing])) == 1
+    assert shop.states() == {"GLOBAL_COMMIT": 234, "MESSAGE_ERROR": 90}
 
 
 async def test_a_row_is_given_up_whole_after_its_retries_or_its_timeout(shop: Shop) -> None:
@@ -215,9 +322,10 @@ async def test_a_restored_table_stops_the_relay(sqlite_shop: Shop) -> None:
     assert shop.states() == {"LOCAL_COMMIT": 1}
 
 
-async def test_finished_rows_are_deleted(shop: Shop) -> None:
+@pytest.mark.parametrize("keep_s", [0, 0.001])
+async def test_finished_rows_are_deleted(shop: Shop, keep_s: float) -> None:
     shop.add(range(5))
-    async with shop.relay(keep_s=0) as relay:
+    async with shop.relay(keep_s=keep_s) as relay:
         await relay.drain(timeout_s=20)
         await until(lambda: not shop.states(), 20)
     assert shop.numbers() == [0, 1, 2, 3, 4]

@@ -57,7 +57,8 @@ class Dialect(Struct, frozen=True, kw_only=True):
         draw_identity: to be executed before an UPDATE with the next value, if not "".
         next_identity: the next value of the column of `{table}`, in an UPDATE of one row.
         random_id: a new text for a `key`.
-        transaction_id: a text for a `key` that only this transaction has, "" if SQL has none.
+        unit: a new text for a `key`, greater than those of transactions that have committed before
+            this one began; on PostgreSQL that of the transaction. "": SQL has none.
         columns: a SELECT of the names and types of a table's columns; `?` is its name.
         options: end of CREATE TABLE.
         keyed: in addition, where the rows are hardly longer than their key.
@@ -90,7 +91,7 @@ class Dialect(Struct, frozen=True, kw_only=True):
     draw_identity: str
     next_identity: str
     random_id: str
-    transaction_id: str
+    unit: str
     columns: str
     options: str
     keyed: str
@@ -225,7 +226,7 @@ SQLITE = Dialect(
     draw_identity="UPDATE sqlite_sequence SET seq = seq + 1 WHERE name = '{table}'",
     next_identity="(SELECT seq FROM sqlite_sequence WHERE name = '{table}')",
     random_id="lower(hex(randomblob(16)))",
-    transaction_id="",
+    unit="",
     columns="SELECT name, lower(type) FROM pragma_table_info(?)",
     options="",
     keyed=" WITHOUT ROWID",
@@ -262,7 +263,7 @@ POSTGRESQL = Dialect(
     next_identity="DEFAULT",
     random_id="CAST(gen_random_uuid() AS text)",
     # As texts they have the order in which they were assigned.
-    transaction_id="lpad(CAST(pg_current_xact_id() AS text), 20, '0')",
+    unit="lpad(CAST(pg_current_xact_id() AS text), 20, '0')",
     columns=(
         "SELECT CAST(attname AS text), format_type(atttypid, NULL) FROM pg_attribute "
         "WHERE attrelid = to_regclass(CAST(? AS text)) AND attnum > 0 AND NOT attisdropped"
@@ -302,7 +303,7 @@ MARIADB = Dialect(
     draw_identity="",
     next_identity="NEXT VALUE FOR {sequence}",
     random_id="REPLACE(UUID(), '-', '')",
-    transaction_id="",
+    unit="LPAD(NEXT VALUE FOR {sequence}, 20, '0')",
     columns=(
         "SELECT column_name, data_type FROM information_schema.columns "
         "WHERE table_schema = DATABASE() AND table_name = ?"

@@ -18,12 +18,12 @@ from txbroker.databases.database import (
     steps_in_transaction,
     steps_in_transaction_async,
 )
-from txbroker.databases.dialect import SQLITE
+from txbroker.databases.dialect import POSTGRESQL, SQLITE
 from txbroker.databases.outbox import rows
 from txbroker.databases.outbox.blocks import block_on, block_on_async
 from txbroker.databases.outbox.rows import NewRow, Prepared
 from txbroker.databases.outbox.table import LOCAL_COMMIT, UNKNOWN, outbox_tables
-from txbroker.databases.outbox.units import Units
+from txbroker.databases.outbox.units import UnitRow, Units
 from txbroker.databases.sessions import SessionPool
 from txbroker.databases.steps import Steps
 from txbroker.errors import BadRequest, ConfigurationError
@@ -55,7 +55,7 @@ class Outbox:
         self.database = database
         self.tables = outbox_tables("" if name is None else name)
         self._dialect = database.dialect
-        self._units = None if self._dialect.transaction_id else Units(database)
+        self._units = None if self._dialect is POSTGRESQL else Units(database)
         self._sessions = SessionPool(database.open_apart)
         # Their connections end with this object.
         weakref.finalize(self, self._sessions.close)
@@ -221,8 +221,8 @@ class Outbox:
         """
         of_rows = _to_decide(prepared, decision)
         joined = self._join(connection)
-        unit = self._open_unit(joined.driver) or rows.new_unit()
-        joined.run(self._decide(joined.driver, of_rows, decision, messages, unit))
+        last = self._uncommitted(joined.driver)
+        joined.run(self._decide(joined.driver, of_rows, decision, messages, last))
 
     async def decide_async(
         self,
@@ -234,8 +234,8 @@ class Outbox:
         """`decide` on a connection whose statements are awaited."""
         of_rows = _to_decide(prepared, decision)
         joined = await self._join_async(connection)
-        unit = await self._open_unit_async(joined.driver) or rows.new_unit()
-        await joined.run(self._decide(joined.driver, of_rows, decision, messages, unit))
+        last = await self._uncommitted_async(joined.driver)
+        await joined.run(self._decide(joined.driver, of_rows, decision, messages, last))
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -258,47 +258,54 @@ class Outbox:
     def _knows(self, driver: Any) -> bool:
         return self._units is not None and self._units.known(driver)
 
-    def _open_unit(self, driver: Any) -> str:
-        """Return the unit of a connection's transaction, "" if it has none yet."""
-        return self._units.open_unit(driver) if self._units is not None else ""
+    def _uncommitted(self, driver: Any) -> UnitRow | None:
+        """Return the first row of the unit of a connection's transaction, None if others see it."""
+        return None if self._units is None else self._units.uncommitted(driver)
 
-    async def _open_unit_async(self, driver: Any) -> str:
-        """`_open_unit` without blocking."""
-        if not self._knows(driver):
-            return ""
+    async def _uncommitted_async(self, driver: Any) -> UnitRow | None:
+        """`_uncommitted` without blocking."""
+        if self._units is None or not self._units.known(driver):
+            return None
         if self.database.plain:
-            return await asyncio.to_thread(self._open_unit, driver)
-        assert self._units is not None
-        return await self._units.open_unit_async(driver)
+            return await asyncio.to_thread(self._units.uncommitted, driver)
+        return await self._units.uncommitted_async(driver)
 
     def _insert(
         self, joined: Joined, new: Sequence[NewRow], state: str, timeout_ms: int | None
     ) -> tuple[str, ...]:
-        unit = self._open_unit(joined.driver)
-        return joined.run(self._inserted(joined.driver, new, unit, state, timeout_ms))
+        last = self._uncommitted(joined.driver)
+        return joined.run(self._inserted(joined.driver, new, last, state, timeout_ms))
 
     async def _insert_async(
         self, joined: JoinedAsync, new: Sequence[NewRow], state: str, timeout_ms: int | None
     ) -> tuple[str, ...]:
-        unit = await self._open_unit_async(joined.driver)
-        return await joined.run(self._inserted(joined.driver, new, unit, state, timeout_ms))
+        last = await self._uncommitted_async(joined.driver)
+        return await joined.run(self._inserted(joined.driver, new, last, state, timeout_ms))
 
     def _inserted(
-        self, driver: Any, new: Sequence[NewRow], unit: str, state: str, timeout_ms: int | None
+        self,
+        driver: Any,
+        new: Sequence[NewRow],
+        last: UnitRow | None,
+        state: str,
+        timeout_ms: int | None,
     ) -> Steps[tuple[str, ...]]:
-        """Insert rows of a connection's transaction; return their ids."""
-        ids = tuple([row.id for row in new])
-        if self._units is not None:
-            unit = unit or ids[0]
-        yield from rows.insert(self._dialect, new, unit=unit, state=state, timeout_ms=timeout_ms)
-        if self._units is not None:
-            self._units.note(driver, ids[-1], unit)
-        return ids
+        """Insert rows of a connection's transaction; return their ids.
 
-    def _undecided(self, new: Sequence[NewRow], timeout_ms: int | None) -> Steps[None]:
+        Args:
+            last: the first row of its unit, unless others see it.
+        """
+        given = (yield from last.open_unit()) if last is not None else ""
+        unit = yield from rows.insert(
+            self._dialect, new, unit=given, state=state, timeout_ms=timeout_ms
+        )
+        if self._units is not None and unit != given:
+            self._units.note(driver, UnitRow(new[0].id, unit))
+        return tuple([row.id for row in new])
+
+    def _undecided(self, new: Sequence[NewRow], timeout_ms: int | None) -> Steps[str]:
         """Insert prepared rows, which are checked together."""
-        unit = "" if self._units is None else new[0].id
-        return rows.insert(self._dialect, new, unit=unit, state=UNKNOWN, timeout_ms=timeout_ms)
+        return rows.insert(self._dialect, new, state=UNKNOWN, timeout_ms=timeout_ms)
 
     def _decide(
         self,
@@ -306,11 +313,12 @@ class Outbox:
         prepared: Prepared,
         decision: Decision,
         messages: Sequence[Message] | None,
-        unit: str,
+        last: UnitRow | None,
     ) -> Steps[None]:
-        changed = yield from rows.decide(self._dialect, prepared, decision, messages, unit=unit)
-        if changed and decision is Decision.COMMIT and self._units is not None:
-            self._units.note(driver, prepared.ids[-1], unit)
+        given = (yield from last.open_unit()) if last is not None else ""
+        unit = yield from rows.decide(self._dialect, prepared, decision, messages, unit=given)
+        if self._units is not None and unit not in ("", given):
+            self._units.note(driver, UnitRow(prepared.ids[0], unit))
 
 
 def _prepared(new: Sequence[NewRow]) -> Prepared:

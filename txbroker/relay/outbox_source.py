@@ -2,14 +2,18 @@
 
 The position in Kafka names the rows of the last delivery. Earlier deliveries are marked
 in the table, so nothing depends on the order in which positions are drawn or become visible.
+
+A delivery has one page of rows, or those of one longer unit. A page is marked in one transaction:
+after a crash its rows are all marked, or none is, and are compared by the page's digest.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from functools import partial
 from hashlib import sha256
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TypeVar
 
 import msgspec
@@ -20,7 +24,13 @@ from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER
 from txbroker.core.records import Header, Message
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.outbox.leases import Named
-from txbroker.databases.outbox.waiting import FullRow, Refused, WaitingRow, WaitingRows
+from txbroker.databases.outbox.waiting import (
+    FullRow,
+    Refused,
+    Selection,
+    WaitingRow,
+    WaitingRows,
+)
 from txbroker.databases.steps import Steps
 from txbroker.door.delivering import WriterFenced
 from txbroker.errors import BadRequest, ConfigurationError
@@ -32,23 +42,54 @@ from txbroker.relay.wakeups import Wakeups
 T = TypeVar("T")
 RENAMED = "UPDATE txbroker_relay SET relay = 'ANOTHER-NAME'"
 _ROWS = 2000
-"""Rows of a delivery, unless a unit has more."""
+"""Rows of a page."""
 _DELIVERY_BYTES = 4 << 20
 _PIECE_BYTES, _PIECE_ROWS = 1 << 20, 2000
 
 
-class OutboxPosition(Struct, frozen=True, omit_defaults=True):
+class Page(Struct):
+    """Rows of a delivery, by position.
+
+    Attributes:
+        runs: the gap before and the length of each run of adjacent ones, as compressed JSON: at
+            most some bytes a row, in the relay's memory as in Kafka.
+        digest: of their ids, so that rows of a restored table are not taken for them.
+    """
+
+    runs: bytes
+    digest: str = ""
+
+    @classmethod
+    def of(cls, positions: Iterable[int]) -> Page:
+        """Return a page of rows; it has no digest yet."""
+        runs, end = list[int](), 0
+        for position in positions:
+            if runs and position == end:
+                runs[-1] += 1
+            else:
+                runs += (position - end, 1)
+            end = position + 1
+        return cls(zlib.compress(msgspec.json.encode(runs)))
+
+    def positions(self) -> list[int]:
+        """Return the positions of the rows."""
+        runs = iter(msgspec.json.decode(zlib.decompress(self.runs), type=list[int]))
+        positions, end = list[int](), 0
+        for gap, length in zip(runs, runs, strict=True):
+            positions += range(end + gap, end + gap + length)
+            end += gap + length
+        return positions
+
+
+class OutboxPosition(Struct, frozen=True):
     """The rows of a delivery, as JSON in Kafka.
 
     Attributes:
         identity: of the outbox table.
-        runs: first and last position of adjacent ones.
-        digest: of their ids in this order, so that rows of a restored table are not taken for them.
     """
 
     identity: str
-    runs: tuple[tuple[int, int], ...] = ()
-    digest: str = ""
+    pages: Sequence[Page]
 
 
 class Retries(Struct, frozen=True):
@@ -62,41 +103,43 @@ class Retries(Struct, frozen=True):
 class OutboxDelivery(Delivery):
     """Rows of whole units; see `Delivery`."""
 
-    def __init__(self, source: OutboxSource, rows: Sequence[WaitingRow]) -> None:
+    def __init__(self, source: OutboxSource) -> None:
         self._source = source
-        self.positions = array("q", (row.position for row in rows))
-        self._sizes = array("q", (row.size for row in rows))
-        self._digest = sha256()
+        self.pages: list[Page] = []
+        self._ends: list[Sequence[int]] = []
+        """Of the pieces of each page."""
+
+    def add(self, rows: Sequence[WaitingRow]) -> None:
+        """Add a page."""
+        self.pages.append(Page.of(row.position for row in rows))
+        self._ends.append(tuple(_ends([row.size for row in rows])))
+
+    @property
+    def positions(self) -> Iterator[int]:
+        """Of all rows."""
+        return chain.from_iterable(page.positions() for page in self.pages)
 
     @property
     def position(self) -> bytes:
-        place = OutboxPosition(
-            self._source.identity, tuple(_runs(self.positions)), self._digest.hexdigest()
-        )
-        return msgspec.json.encode(place)
+        return msgspec.json.encode(OutboxPosition(self._source.identity, self.pages))
 
     async def pieces(self) -> AsyncIterator[Sequence[Message]]:
         """See `Delivery.pieces`."""
-        for positions in self._pieces():
-            rows = await self._source.fetch(positions)
-            if len(rows) != len(positions):
-                # Also if this relay was replaced, and the rows are purged.
-                raise DatabaseUnavailable(
-                    "rows of the outbox were deleted while they were sent: leave rows in the state "
-                    "LOCAL_COMMIT to the relay"
-                )
-            for row in rows:
-                self._digest.update(f"{row.id}\n".encode())
-            yield self._source.messages(rows)
-
-    def _pieces(self) -> Iterable[Sequence[int]]:
-        begin = size = 0
-        for end, more in enumerate(self._sizes):
-            if end > begin and (size + more > _PIECE_BYTES or end - begin == _PIECE_ROWS):
-                yield self.positions[begin:end]
-                begin, size = end, 0
-            size += more
-        yield self.positions[begin:]
+        for page, ends in zip(self.pages, self._ends, strict=True):
+            positions, begin, digest = page.positions(), 0, sha256()
+            for end in ends:
+                rows = await self._source.fetch(positions[begin:end])
+                if len(rows) != end - begin:
+                    # Also if this relay was replaced, and the rows are purged.
+                    raise DatabaseUnavailable(
+                        "rows of the outbox were deleted while they were sent: leave rows in the "
+                        "state LOCAL_COMMIT to the relay"
+                    )
+                begin = end
+                for row in rows:
+                    digest.update(f"{row.id}\n".encode())
+                yield self._source.messages(rows)
+            page.digest = digest.hexdigest()
 
 
 class OutboxSource:
@@ -130,8 +173,10 @@ class OutboxSource:
 
     async def resume(self, position: bytes | None) -> None:
         """Mark the rows of the last delivery, unless they are; see `Source.resume`."""
-        await self._change(lambda: self._mark_last(position))
-        self._held = await self._thread.read(self._rows.held)
+        for page in () if position is None else self._last(position).pages:
+            await self._change(partial(self._mark_last, page))
+        # Also without a position only with the lease.
+        self._held = await self._change(self._rows.held)
         self._wakeups.reset()
 
     async def _change(self, steps: Callable[[], Steps[T]]) -> T:
@@ -149,19 +194,20 @@ class OutboxSource:
 
         return await self._thread.transaction(checked)
 
-    def _mark_last(self, position: bytes | None) -> Steps[None]:
-        if position is None:
-            return
+    def _last(self, position: bytes) -> OutboxPosition:
         last = decode_position(position)
         if last.identity != self.identity:
             raise name_taken(last.identity, self.identity)
-        found = yield from self._rows.ids_waiting(_positions(last.runs))
+        return last
+
+    def _mark_last(self, page: Page) -> Steps[None]:
+        found = yield from self._rows.ids_waiting(page.positions())
         if not found:
             return
         digest = sha256()
         for _position, id in found:
             digest.update(f"{id}\n".encode())
-        if digest.hexdigest() != last.digest:
+        if digest.hexdigest() != page.digest:
             raise ConfigurationError(
                 "the outbox table does not hold the rows of the last delivery: it was restored or "
                 "changed. Compare it with the topics (`txbroker audit outbox`), give rows that are "
@@ -176,30 +222,49 @@ class OutboxSource:
         while True:
             if self._wakeups.is_second():
                 await self._release()
-            rows = await self._thread.read(lambda: self._rows.select(_ROWS))
-            if rows and not await self._put_off(rows):
-                await self._wakeups.found()
-                return OutboxDelivery(self, _first_units(rows))
-            if not rows:
+            found = await self._thread.read(lambda: self._rows.select(_ROWS))
+            if not found.rows:
                 await self._wakeups.wait()
+            elif delivery := await self._collect(found):
+                await self._wakeups.found()
+                return delivery
 
-    async def _put_off(self, rows: Sequence[WaitingRow]) -> bool:
-        """Return whether rows cannot be sent now: expired ones, and those of held keys."""
-        if expired := [row.position for row in rows if row.expired]:
-            await self._change(lambda: self._rows.expire(expired))
-            return True
-        blocked = {
-            row.unit or row.position: self._held[row.orders_by]
+    async def _collect(self, found: Selection) -> OutboxDelivery | None:
+        """Return a delivery of rows; None, if some cannot be sent now: expired ones, and the units
+        of held keys."""
+        delivery, blocked, late = OutboxDelivery(self), dict[str | int, int](), False
+        async for page in self._pages(found):
+            delivery.add(page)
+            blocked |= self._blocked(page)
+            if expired := [row.position for row in page if row.expired]:
+                await self._change(partial(self._rows.expire, expired))
+                late = True
+        if late or not blocked:
+            return None if late else delivery
+
+        def hold() -> Steps[int]:
+            of_units = (row.position for row in page if row.group in blocked)
+            positions = delivery.positions if found.longer else of_units
+            return self._rows.hold(positions, max(blocked.values()))
+
+        await self._change(hold)
+        self._held = await self._thread.read(self._rows.held)
+        return None
+
+    async def _pages(self, found: Selection) -> AsyncIterator[Sequence[WaitingRow]]:
+        page = _first_units(found.rows)
+        while page:
+            yield page
+            rest = partial(self._rows.rest, page[-1], _ROWS)
+            page = await self._thread.read(rest) if found.longer else ()
+
+    def _blocked(self, rows: Sequence[WaitingRow]) -> dict[str | int, int]:
+        """Return the units that have rows of held keys, and until when they wait."""
+        return {
+            row.group: self._held[row.orders_by]
             for row in rows
             if row.orders_by is not None and row.orders_by in self._held
         }
-        if not blocked:
-            return False
-        positions = [row.position for row in rows if (row.unit or row.position) in blocked]
-        until_ms = max(blocked.values())
-        await self._change(lambda: self._rows.hold(positions, until_ms))
-        self._held = await self._thread.read(self._rows.held)
-        return True
 
     async def _release(self) -> None:
         """Let held rows be sent whose time has come."""
@@ -234,7 +299,8 @@ class OutboxSource:
     async def delivered(self, delivery: Delivery) -> None:
         """Mark the rows; see `Source.delivered`."""
         assert isinstance(delivery, OutboxDelivery)
-        await self._thread.transaction(lambda: self._rows.mark(delivery.positions))
+        for page in delivery.pages:
+            await self._thread.transaction(partial(self._rows.mark, page.positions()))
 
     async def refused(self, delivery: Delivery, refusals: Sequence[Refusal]) -> None:
         """Let refused rows wait, and the others of their units; see `Source.refused`."""
@@ -291,35 +357,27 @@ def name_taken(other: str, own: str) -> ConfigurationError:
     )
 
 
-def _first_units(rows: Sequence[WaitingRow]) -> list[WaitingRow]:
+def _first_units(rows: Sequence[WaitingRow]) -> Sequence[WaitingRow]:
     """Return the rows of the first units, up to the limits of a delivery."""
     units: set[str | int] = set()
     size = 0
     for row in rows:
-        unit = row.unit or row.position
-        if unit not in units and size >= _DELIVERY_BYTES:
+        if row.group not in units and size >= _DELIVERY_BYTES:
             break
-        units.add(unit)
+        units.add(row.group)
         size += row.size
-    return [row for row in rows if (row.unit or row.position) in units]
+    return [row for row in rows if row.group in units]
 
 
-def _runs(positions: Iterable[int]) -> Iterable[tuple[int, int]]:
-    begin = end = None
-    for position in positions:
-        if end is not None and position == end + 1:
-            end = position
-            continue
-        if begin is not None and end is not None:
-            yield begin, end
-        begin = end = position
-    if begin is not None and end is not None:
-        yield begin, end
-
-
-def _positions(runs: Iterable[tuple[int, int]]) -> Iterable[int]:
-    for begin, end in runs:
-        yield from range(begin, end + 1)
+def _ends(sizes: Sequence[int]) -> Iterator[int]:
+    """Yield the ends of pieces."""
+    begin = size = 0
+    for end, more in enumerate(sizes):
+        if end > begin and (size + more > _PIECE_BYTES or end - begin == _PIECE_ROWS):
+            yield end
+            begin, size = end, 0
+        size += more
+    yield len(sizes)
 
 
 def _headers(text: str) -> tuple[Header, ...]:

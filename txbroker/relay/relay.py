@@ -43,7 +43,7 @@ class RelayOptions(TypedDict, total=False):
     minutes."""
     keep_s: float
     """How long finished rows are kept, seconds; a day by default. They are deleted in small
-    batches."""
+    batches. 0: a delivered row is deleted at once, at less cost than its new state."""
     shards: int | None
     """1, 2, 4, 8 or 16: how many relays can work at the same time. The number is stored in the
     database; None takes that."""

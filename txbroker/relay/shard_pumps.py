@@ -59,7 +59,8 @@ class ShardPumps:
         return f"{self._named.relay}/{shard}"
 
     async def _parts(self, shard: int) -> tuple[RelaySink, OutboxSource]:
-        named, topic, database = self._named, self._settings.positions, self._outbox.database
+        named, settings, database = self._named, self._settings, self._outbox.database
+        topic = settings.positions
         writer = self._door.delivery_writer(
             f"{topic}.{named.relay}.{shard}", topic, self._key(shard)
         )
@@ -70,10 +71,12 @@ class ShardPumps:
         thread = DatabaseThread(database, self._outbox.tables)
         source = OutboxSource(
             named,
-            WaitingRows(database.dialect, rows_of_shard(shard, named.shards)),
+            WaitingRows(
+                database.dialect, rows_of_shard(shard, named.shards), keep=settings.keep_s > 0
+            ),
             thread,
             wakeups(thread, database),
-            Retries(self._settings.retries_max),
+            Retries(settings.retries_max),
             lambda: self._leases.owned(shard),
         )
         return RelaySink(self._door, writer, topic), source

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
+from base64 import b64decode
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 INSTALLATION, ID = "txb-installation", "txb-id"
 
@@ -183,7 +185,7 @@ class Judge:
         runs = sorted(
             (first, last, number)
             for number, text in enumerate(self._found.positions)
-            for first, last in json.loads(text).get("runs", ())
+            for first, last in _runs(json.loads(text))
         )
         deliveries = defaultdict(set)
         for queued in self._found.queued:
@@ -234,3 +236,13 @@ class Judge:
                 yield Violation(
                     "R7", "the database", f"forgets {sample.forgotten}, Kafka has {sample.position}"
                 )
+
+
+def _runs(position: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+    """Yield first and last position of adjacent rows of an outbox's delivery."""
+    for page in position.get("pages", ()):
+        numbers = iter(json.loads(zlib.decompress(b64decode(page["runs"]))))
+        end = 0
+        for gap, length in zip(numbers, numbers, strict=True):
+            yield end + gap, end + gap + length - 1
+            end += gap + length

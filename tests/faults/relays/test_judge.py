@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import zlib
+from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +35,15 @@ QUEUED = [
     Queued(position, f"id{of.id}", "GLOBAL_COMMIT", 0, of.value)
     for position, of in enumerate(CHANGES, 1)
 ]
-POSITIONS = [json.dumps({"runs": [[1, 2]]}), json.dumps({"runs": [[3, 4]]})]
+
+
+def position(first: int, last: int) -> str:
+    """Return the position of a delivery as a relay stores it."""
+    runs = zlib.compress(json.dumps([first, last - first + 1]).encode())
+    return json.dumps({"pages": [{"runs": b64encode(runs).decode(), "digest": ""}]})
+
+
+POSITIONS = [position(1, 2), position(3, 4)]
 GOOD = Found(CHANGES, TXNS, RECORDS, QUEUED, POSITIONS, samples=[Sample(5, 5), Sample(5, 9)])
 
 
@@ -76,11 +86,11 @@ def divided_by_an_end(found: Found) -> None:
 
 
 def divided_by_positions(found: Found) -> None:
-    found.positions = [json.dumps({"runs": [[1, 1]]}), json.dumps({"runs": [[2, 4]]})]
+    found.positions = [position(1, 1), position(2, 4)]
 
 
 def in_two_positions(found: Found) -> None:
-    found.positions = [*POSITIONS, json.dumps({"runs": [[4, 4]]})]
+    found.positions = [*POSITIONS, position(4, 4)]
 
 
 def overtaken(found: Found) -> None:

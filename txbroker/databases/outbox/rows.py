@@ -138,12 +138,6 @@ def _check(message: Message, number: int) -> None:
             )
 
 
-def new_unit() -> str:
-    """Return a unit for decided rows: not that of the prepared ones, by which they are committed
-    already."""
-    return os.urandom(16).hex()
-
-
 def check_topic(topic: object) -> None:
     """Raise BadRequest if Kafka has no topic of a name."""
     if not isinstance(topic, str) or not _topics(topic) or topic in (".", ".."):
@@ -183,13 +177,14 @@ def insert(
     unit: str = "",
     state: str = LOCAL_COMMIT,
     timeout_ms: int | None = None,
-) -> Steps[None]:
-    """Insert rows, many with one statement.
+) -> Steps[str]:
+    """Insert rows, many with one statement; return their unit, "" on PostgreSQL.
 
     Args:
-        unit: of the transaction; "": as the database sets it.
+        unit: of the transaction; "": a new one. PostgreSQL sets it.
         timeout_ms: until their `timeout_at`.
     """
+    unit = unit or (yield from _new_unit(dialect))
     further: tuple[Any, ...] = (unit,) if unit else ()
     if timeout_ms is not None:
         further += (timeout_ms,)
@@ -201,10 +196,21 @@ def insert(
         for piece in _pieces(rows, _PIECE):
             given = _encode_json([values(row) for row in piece]).decode()
             yield Query(_json_sql(columns, state), [*further, given])
-        return
+        return unit
     for piece in _pieces(rows, _ROWS):
         sql = _insert_sql(dialect, columns, state, len(piece))
         yield Query(sql, [*chain.from_iterable((*values(row), *further) for row in piece)])
+    return unit
+
+
+def _new_unit(dialect: Dialect) -> Steps[str]:
+    """Return a new unit for the rows of a transaction, "" on PostgreSQL, which sets it."""
+    if dialect is POSTGRESQL:
+        return ""
+    if not dialect.unit:
+        return os.urandom(16).hex()
+    drawn = yield Query(f"SELECT {dialect.unit.format(sequence=SEQUENCE)}")
+    return str(drawn.rows[0][0])
 
 
 def _used(rows: Sequence[NewRow]) -> tuple[int, ...]:
@@ -315,14 +321,14 @@ def decide(
     *,
     unit: str = "",
     cause: str = "",
-) -> Steps[bool]:
-    """Commit or roll back prepared rows; return False if they were before.
-
-    The rows of a commit get new positions, so that their order is that of commits.
+) -> Steps[str]:
+    """Commit or roll back prepared rows, unless they were before. The rows of a commit get new
+    positions, so that their order is that of commits; return their unit, "" if they have no new one
+    or on PostgreSQL.
 
     Args:
         messages: replace the prepared ones: the same number, for the same topics.
-        unit: of the transaction; "": these rows get a new one.
+        unit: of the transaction; "": a new one. PostgreSQL sets it.
         cause: who decides and why, kept in the rows.
 
     Raises:
@@ -337,22 +343,24 @@ def decide(
     if not all(row.undecided for row in standing):
         states = sorted({row.state for row in standing})
         if all(not row.undecided and row.state in wanted for row in standing):
-            return False
+            return ""
         if len(states) > 1 and not set(states) <= {LOCAL_COMMIT, GLOBAL_COMMIT, MESSAGE_ERROR}:
             raise ConfigurationError(
                 f"the rows of {prepared.ids[0]} are in states {', '.join(states)}: another program "
                 "changed some of them. See them with `txbroker outbox show`, and set one state"
             )
         raise TooLate(
-            f"the rows of {prepared.ids[0]} are {', '.join(states)}, decided before by a check or "
-            f"an operator: {decision.value} is too late. Roll this transaction back"
+            f"the rows of {prepared.ids[0]} are {', '.join(states)}, decided before by this "
+            f"service, a check or an operator: {decision.value} is too late. Roll this transaction "
+            "back"
         )
     if decision is Decision.ROLLBACK:
         yield from _roll_back(dialect, prepared.ids, cause)
-        return True
+        return ""
     rows = None if messages is None else _replacing(standing, messages)
+    unit = unit or (yield from _new_unit(dialect))
     yield from _commit(dialect, prepared.ids, rows, unit, cause)
-    return True
+    return unit
 
 
 def _lock(dialect: Dialect, prepared: Prepared) -> Steps[list[_Standing]]:
@@ -409,11 +417,11 @@ def _commit(
         f"cause = ?, changed_at = {now_ms}, unit = "
     )
     values: list[Any] = [cause]
-    if dialect.transaction_id:
-        change += dialect.transaction_id
-    else:
+    if unit:
         change += "?"
-        values.append(unit or ids[0])
+        values.append(unit)
+    else:
+        change += dialect.unit
     if rows is not None:
         change += "".join(f", {column} = ?" for column in _REPLACED)
     # One statement each: their order is that of the new positions.

@@ -101,7 +101,7 @@ _INDEXES = {
 }
 """A query uses one of them only if it has the same conditions."""
 _POSTGRES_INDEXES = _INDEXES | {"ready": f"(unit, position, shard) WHERE {_READY}"}
-_MARIADB_INDEXES = {"ready": "(state, next_at, position, shard)", "unit": "(unit)"}
+_MARIADB_INDEXES = {"ready": "(state, next_at, unit, position, shard)", "unit": "(unit)"}
 _ALL_INDEXES = {
     "sqlite": _INDEXES,
     "postgresql": _POSTGRES_INDEXES,
@@ -168,7 +168,7 @@ def _defaults(dialect: Dialect) -> dict[str, str]:
         "identity": dialect.identity.format(sequence=SEQUENCE),
         "random_id": dialect.random_id,
         "now_ms": dialect.now_ms,
-        "unit": f"({dialect.transaction_id})" if dialect.transaction_id else "''",
+        "unit": f"({dialect.unit.format(sequence=SEQUENCE)})" if dialect.unit else "''",
     }
 
 

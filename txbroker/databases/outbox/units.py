@@ -1,35 +1,50 @@
 """The units of transactions where SQL does not name a transaction: SQLite and MariaDB.
 
-All rows of one database transaction have one unit, also those of several `add` calls. Whether a
-driver's connection is still in the transaction of its last row shows from another connection: if
-that sees the row, the transaction has committed. Else the unit is used again; a transaction that
-was rolled back has no rows, so the next one may have its unit.
+All rows of one database transaction have one unit, also those of several `add` calls. The first of
+them shows whether a driver's connection is still in that transaction: another connection does not
+see it, and the connection does.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 from txbroker.databases.database import Database
 from txbroker.databases.outbox.table import OUTBOX
 from txbroker.databases.sessions import SessionPool
-from txbroker.databases.steps import Query, one
+from txbroker.databases.steps import Query, Steps, one
 
 _CONNECTIONS_MAX = 10_000
 
 
-class Units:
-    """The last rows of connections; may be used from many threads.
+class UnitRow(NamedTuple):
+    """The first row of a unit. A rollback to a savepoint that undoes it undoes the others, too."""
 
-    A new connection may get the place of one that is gone: then, too, a unit is used again only if
-    its row is not visible.
+    id: str
+    unit: str
+
+    @property
+    def look(self) -> Query:
+        """Selects it."""
+        return Query(f"SELECT 1 FROM {OUTBOX} WHERE id = ? AND unit = ?", self)
+
+    def open_unit(self) -> Steps[str]:
+        """Return the unit, "" if its transaction was rolled back; in the caller's transaction."""
+        return self.unit if (yield self.look).rows else ""
+
+
+class Units:
+    """The last units of connections; may be used from many threads.
+
+    A new connection may get the place of one that is gone: its transaction, too, does not see the
+    row, or others do.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._last: OrderedDict[int, tuple[str, str]] = OrderedDict()
+        self._last: OrderedDict[int, UnitRow] = OrderedDict()
         self._guard = Lock()
         self._looks = SessionPool(lambda: database.open_apart(0.0))
 
@@ -37,33 +52,35 @@ class Units:
         """Return whether a driver's connection has written rows before."""
         return id(driver) in self._last
 
-    def open_unit(self, driver: Any) -> str:
-        """Return the unit of a connection's open transaction, "" if it has none yet."""
+    def uncommitted(self, driver: Any) -> UnitRow | None:
+        """Return the first row of a connection's last unit, None if others see it."""
         last = self._last.get(id(driver))
         if last is None:
-            return ""
+            return None
         try:
             with self._looks.lend() as session:
-                committed = bool(session.execute(_look(*last)).rows)
+                committed = bool(session.execute(last.look).rows)
         except Exception:
-            committed = False  # locked, or the connection is lost
-        return "" if committed else last[1]
+            # Locked, or there is no connection. Two transactions with one unit become visible
+            # whole; two units in one transaction might not.
+            committed = False
+        return None if committed else last
 
-    async def open_unit_async(self, driver: Any) -> str:
-        """`open_unit` for asyncio, where all drivers are asynchronous."""
+    async def uncommitted_async(self, driver: Any) -> UnitRow | None:
+        """`uncommitted` for asyncio, where all drivers are asynchronous."""
         last = self._last.get(id(driver))
         if last is None:
-            return ""
+            return None
         try:
-            committed = bool((await self._database.apart_async(one(_look(*last)), 0.0)).rows)
+            committed = bool((await self._database.apart_async(one(last.look), 0.0)).rows)
         except Exception:
             committed = False
-        return "" if committed else last[1]
+        return None if committed else last
 
-    def note(self, driver: Any, row: str, unit: str) -> None:
-        """Note the last row of a connection."""
+    def note(self, driver: Any, first: UnitRow) -> None:
+        """Note a new unit of a connection."""
         with self._guard:
-            self._last[id(driver)] = row, unit
+            self._last[id(driver)] = first
             self._last.move_to_end(id(driver))
             if len(self._last) > _CONNECTIONS_MAX:
                 self._last.popitem(last=False)
@@ -71,7 +88,3 @@ class Units:
     def close(self) -> None:
         """Close the connections that look."""
         self._looks.close()
-
-
-def _look(row: str, unit: str) -> Query:
-    return Query(f"SELECT 1 FROM {OUTBOX} WHERE id = ? AND unit = ?", (row, unit))

@@ -8,20 +8,21 @@ a row of its order key, or of its unit.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from txbroker.databases.dialect import MARIADB, POSTGRESQL, SQLITE, Dialect
+from txbroker.databases.dialect import MARIADB, SQLITE, Dialect
 from txbroker.databases.outbox.table import OUTBOX
 from txbroker.databases.steps import Query, Steps
 
 _PIECE = 2000
 """Positions of one statement."""
 _UNITS = 500
-"""Units of one statement: SQLite takes at most 999 values."""
-_POSITION_MAX = (1 << 63) - 1
+"""Values of one statement: SQLite takes at most 999."""
 _READY = "state = 'LOCAL_COMMIT' AND next_at = 0"
 _LATER = "state = 'LOCAL_COMMIT' AND next_at > 0"
 _UNFINISHED = (
@@ -51,9 +52,26 @@ class WaitingRow(NamedTuple):
     expired: bool
 
     @property
+    def group(self) -> str | int:
+        """What the rows have in common that become visible together."""
+        return self.unit or self.position
+
+    @property
     def orders_by(self) -> str | bytes | None:
         """The key whose rows keep their order; None: the row has none."""
         return self.message_key if self.order_key is None else self.order_key
+
+
+class Selection(NamedTuple):
+    """Rows to be sent, by position.
+
+    Attributes:
+        rows: of whole units; or the first ones of a unit that is longer.
+        longer: `WaitingRows.rest` returns the others.
+    """
+
+    rows: Sequence[WaitingRow]
+    longer: bool = False
 
 
 class FullRow(NamedTuple):
@@ -82,66 +100,49 @@ class WaitingRows:
 
     Args:
         shards: their numbers; empty: all rows.
+        keep: whether delivered rows stay until `purge`.
     """
 
-    def __init__(self, dialect: Dialect, shards: Sequence[int] = ()) -> None:
+    def __init__(self, dialect: Dialect, shards: Sequence[int] = (), *, keep: bool = True) -> None:
         self._dialect = dialect
+        self._keep = keep
         self._of_shards = f" AND shard IN ({', '.join(map(str, shards))})" if shards else ""
 
     # --- rows to be sent -----------------------------------------------------------------------
 
-    def select(self, count: int) -> Steps[list[WaitingRow]]:
-        """Return the first `count` rows to be sent by position, and the others of their units."""
-        dialect = self._dialect
-        # On PostgreSQL in the order in which transactions began to write: it fits that of keys, and
-        # has the rows of a unit beside each other, as the order of positions has on SQLite.
-        order = "unit, position" if dialect is POSTGRESQL else "position"
+    def select(self, count: int) -> Steps[Selection]:
+        """Return the first rows to be sent by position, at most `count`.
+
+        A unit that may continue after them is left out; but if it is the first one, its rows are
+        all that is returned.
+        """
+        # In the order in which transactions began to write: it fits that of keys, and has the rows
+        # of a unit beside each other. On SQLite, with one writer at a time, that of positions.
+        order = "position" if self._dialect is SQLITE else "unit, position"
         found = yield Query(self._select(f"ORDER BY {order} LIMIT {count}"))
         rows = [_waiting(row) for row in found.rows]
-        if len(rows) < count:
-            return sorted(rows)
-        by_position = {row.position: row for row in rows}
-        for condition, values in self._rest(rows):
-            more = yield Query(self._select(f"{condition} ORDER BY position"), values)
-            by_position |= {int(row[0]): _waiting(row) for row in more.rows}
-        return [by_position[position] for position in sorted(by_position)]
+        last = rows[-1].unit if len(rows) == count else ""
+        if not last:
+            return Selection(sorted(rows))
+        longer = rows[0].unit == last
+        # On SQLite other rows may follow, and then again such of the first or the last unit.
+        kept = takewhile(lambda row: (row.unit == last) is longer, rows)
+        return Selection(sorted(kept), longer)
 
-    def _rest(self, rows: Sequence[WaitingRow]) -> Iterator[tuple[str, Sequence[Any]]]:
-        """Yield conditions and values of the rows that complete the units of selected ones."""
-        last, unit = rows[-1].position, rows[-1].unit
-        if self._dialect is POSTGRESQL:
-            if unit:
-                yield f"AND unit = ? AND position > {last}", (unit,)
-        elif self._dialect is SQLITE:
-            other = (
-                f"SELECT position FROM {OUTBOX} WHERE {_READY} AND position > {last} "
-                "AND unit <> ? ORDER BY position LIMIT 1"
-            )
-            if unit:
-                end = f"position < COALESCE(({other}), ?)"
-                values = (unit, unit, _POSITION_MAX)
-                yield f"AND position > {last} AND unit = ? AND {end}", values
-        else:
-            units = list({row.unit for row in rows if row.unit})
-            for begin in range(0, len(units), _UNITS):
-                some = units[begin : begin + _UNITS]
-                # Also earlier rows: of a unit that several transactions share, one may have
-                # committed since.
-                yield f"AND unit IN ({', '.join('?' * len(some))})", some
+    def rest(self, last: WaitingRow, count: int) -> Steps[Sequence[WaitingRow]]:
+        """Return the next rows of a unit after one of them, at most `count`."""
+        condition, values = f"AND position > {last.position}", tuple[str, ...]()
+        if self._dialect is not SQLITE:  # there, no index has the unit
+            condition, values = f"{condition} AND unit = ?", (last.unit,)
+        found = yield Query(self._select(f"{condition} ORDER BY position LIMIT {count}"), values)
+        return list(takewhile(lambda row: row.unit == last.unit, map(_waiting, found.rows)))
 
     def _select(self, condition: str) -> str:
-        now_ms = self._dialect.now_ms
-        # MariaDB may take the other index, and read all waiting rows.
-        hint = (
-            f" FORCE INDEX ({OUTBOX}_unit)"
-            if self._dialect is MARIADB and "unit IN" in condition
-            else ""
-        )
         return (
             "SELECT position, unit, order_key, message_key, "
             "COALESCE(LENGTH(message_value), 0) + LENGTH(headers), "
-            f"CASE WHEN timeout_at <= {now_ms} THEN 1 ELSE 0 END "
-            f"FROM {OUTBOX}{hint} WHERE {_READY}{self._of_shards} {condition}"
+            f"CASE WHEN timeout_at <= {self._dialect.now_ms} THEN 1 ELSE 0 END "
+            f"FROM {OUTBOX} WHERE {_READY}{self._of_shards} {condition}"
         )
 
     def fetch(self, positions: Sequence[int]) -> Steps[list[FullRow]]:
@@ -157,10 +158,10 @@ class WaitingRows:
     # --- their outcomes ------------------------------------------------------------------------
 
     def mark(self, positions: Iterable[int]) -> Steps[int]:
-        """Note that rows are visible; return how many were not marked before."""
-        return (
-            yield from self._set("state = 'GLOBAL_COMMIT'", "state = 'LOCAL_COMMIT'", positions)
-        )
+        """Note that rows are visible, or delete them if they are not kept; return how many were not
+        marked before."""
+        change = "state = 'GLOBAL_COMMIT'" if self._keep else ""
+        return (yield from self._set(change, "state = 'LOCAL_COMMIT'", positions))
 
     def ids_waiting(self, positions: Iterable[int]) -> Steps[list[tuple[int, str]]]:
         """Return position and id of those rows that are not marked."""
@@ -226,14 +227,14 @@ class WaitingRows:
                 for unit, until_ms in waiting.rows:
                     units.add(unit)
                     latest_ms = max(latest_ms, int(until_ms))
-        mates: list[int] = []
+        mates = array("q")
         for piece in _pieces(positions if units else ()):
             found = yield Query(
                 f"SELECT kept.position, kept.unit FROM {self._dialect.numbers} CROSS JOIN {OUTBOX} "
                 "AS kept WHERE kept.position = numbers.n",
                 (json.dumps(piece),),
             )
-            mates += [int(position) for position, unit in found.rows if unit in units]
+            mates.extend(int(position) for position, unit in found.rows if unit in units)
         # All at one time, also those with different retries: they are sent together.
         yield from self._set(f"next_at = {latest_ms}", "state = 'LOCAL_COMMIT'", mates)
 
@@ -265,17 +266,17 @@ class WaitingRows:
         return keys
 
     def _set(self, change: str, condition: str, positions: Iterable[int]) -> Steps[int]:
-        """Change rows by position."""
+        """Change rows by position, or delete them if there is no change."""
         dialect, count = self._dialect, 0
-        change = f"{change}, changed_at = {dialect.now_ms}"
+        change = change and f" SET {change}, changed_at = {dialect.now_ms}"
         if dialect is MARIADB:  # a subquery here would be executed for each row of the table
-            sql = (
-                f"UPDATE {dialect.numbers} CROSS JOIN {OUTBOX} AS kept SET {change} "
-                f"WHERE kept.position = numbers.n AND {condition}"
-            )
+            tables = f"{dialect.numbers} CROSS JOIN {OUTBOX} AS kept"
+            sql = f"UPDATE {tables}{change}" if change else f"DELETE kept FROM {tables}"
+            among = "kept.position = numbers.n"
         else:
+            sql = f"UPDATE {OUTBOX}{change}" if change else f"DELETE FROM {OUTBOX}"
             among = f"position IN (SELECT n FROM {dialect.numbers})"
-            sql = f"UPDATE {OUTBOX} SET {change} WHERE {among} AND {condition}"
+        sql += f" WHERE {among} AND {condition}"
         for piece in _pieces(positions):
             count += (yield Query(sql, (json.dumps(piece),))).count
         return count
@@ -322,11 +323,10 @@ class WaitingRows:
 
     def waiting(self) -> Steps[int]:
         """Return the number of rows that wait, of all shards."""
-        count = 0
-        for condition in (_READY, _LATER):
-            found = yield Query(f"SELECT COUNT(*) FROM {OUTBOX} WHERE {condition}")
-            count += int(found.rows[0][0])
-        return count
+        # One statement: a relay may hold rows meanwhile.
+        counts = (f"(SELECT COUNT(*) FROM {OUTBOX} WHERE {each})" for each in (_READY, _LATER))
+        found = yield Query(f"SELECT {' + '.join(counts)}")
+        return int(found.rows[0][0])
 
     def causes(self, count: int) -> Steps[list[tuple[str, str]]]:
         """Return topic and cause of rows that wait because Kafka refused them."""

@@ -133,16 +133,16 @@ async def keys(
 def _keys(mapping: CaptureMapping) -> Steps[dict[tuple[str, str], tuple[str, ...]]]:
     found = {}
     for table in mapping.tables:
+        # No join: it would read the tables of all databases.
         columns = yield Query(
-            "SELECT c.column_name, s.seq_in_index FROM information_schema.columns c "
-            "LEFT JOIN information_schema.statistics s ON s.table_schema = c.table_schema "
-            "AND s.table_name = c.table_name AND s.column_name = c.column_name "
-            "AND s.index_name = 'PRIMARY' WHERE c.table_schema = ? AND c.table_name = ? "
-            "ORDER BY s.seq_in_index",
-            (table.schema, table.table),
+            "SELECT column_name, 0 AS place FROM information_schema.columns "
+            "WHERE table_schema = ? AND table_name = ? "
+            "UNION ALL SELECT column_name, seq_in_index FROM information_schema.statistics "
+            "WHERE table_schema = ? AND table_name = ? AND index_name = 'PRIMARY' ORDER BY place",
+            (table.schema, table.table) * 2,
         )
         if columns.rows:
-            key = tuple(row[0] for row in columns.rows if row[1] is not None)
+            key = tuple(column for column, place in columns.rows if place)
             found[table.schema, table.table] = key
     return found
 
