@@ -10,7 +10,7 @@ import structlog
 from tests.relay.schedules import run_schedules
 from txbroker.relay import outbox_source, pump, sink
 
-SCHEDULES = int(os.environ.get("TXBROKER_SCHEDULES", "1320"))
+SCHEDULES = int(os.environ.get("TXBROKER_SCHEDULES", "1500"))
 PARTS = 6
 
 

@@ -206,9 +206,7 @@ class Fleet:
 
     async def _buried(self, instance: Instance) -> None:
         self._instances.remove(instance)
-        code = await instance.process.wait()
-        if code not in (-signal.SIGKILL, NO_KAFKA):
-            self._check(instance, code)
+        self._check(instance, await instance.process.wait())
 
     async def _stop(self, instance: Instance) -> None:
         instance.signal(signal.SIGTERM)
@@ -219,10 +217,12 @@ class Fleet:
             instance.signal(signal.SIGKILL)
             code = -signal.SIGKILL
         self._instances.remove(instance)
-        if code not in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGUSR1, NO_KAFKA):
-            self._check(instance, code)
+        self._check(instance, code)
 
     def _check(self, instance: Instance, code: int) -> None:
+        # A signal that comes before its handler ends a process.
+        if code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGUSR1, NO_KAFKA):
+            return
         text = instance.log.read_text(errors="replace")
         if TAKEN_OVER in text:
             return
