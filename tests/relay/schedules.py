@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -49,13 +50,18 @@ KEYS = (b"a", b"b", b"c", None)
 RETRIES = Retries(3, (0.05, 0.2))
 STEPS, SETTLED_STEPS, AFTER_STEPS = 80, 3000, 20
 WRONG_MAX = 3
-_LOST, _CRASH, _START, _LATE, _DENIED = 0.03, 0.02, 0.08, 0.01, 0.01
+_LOST, _CRASH, _START, _LATE, _DENIED = 0.03, 0.02, 0.15, 0.01, 0.01
 _PAUSE = 0.5
 _STAYS = (0.5, 0.8, 0.95)
 """Of a schedule: how likely the same relay does the next step."""
 _REFUSING = (("ready",), ("ready", "ready", "ready", "late", "small"), ("ready", "late", "small"))
 """Of a schedule: the topics of its rows."""
-_OPEN_MAX, _ROWS_MAX, _RELAYS_MAX = 4, 9, 3
+_OPEN_MAX, _ROWS_MAX = 4, 9
+_RELAYS_MAX = (2, 3)
+"""Of a schedule: how many relays run at the same time."""
+_TURNS = ((0, 4), (1, 3), (0, 10))
+"""Of a takeover: how much the new relay writes first, its predecessor then, and the new one again;
+lowest number, and that above the highest."""
 
 
 class Row(NamedTuple):
@@ -94,6 +100,7 @@ class Relay:
     def __init__(self, world: World, shard: int) -> None:
         self.shard = shard
         self.pauses_to = 0
+        self.writes = 0
         self._world = world
         self._next: asyncio.Future[None] | None = None
         self._over = False
@@ -142,6 +149,7 @@ class Relay:
     async def transaction(self, steps: Callable[[], Steps[T]]) -> T:
         """See `DatabaseThread.transaction`."""
         await self._gate()
+        self.writes += 1
         self._world.may_fail(DatabaseUnavailable)
         result = steps_in_transaction(steps(), self._world.session)
         self._world.may_fail(DatabaseUnavailable)
@@ -164,6 +172,7 @@ class Relay:
     async def run(self, call: Callable[[], T]) -> T:
         """See `Home.run`."""
         await self._gate()
+        self.writes += 1
         self._world.may_fail(KafkaUnavailable)
         self._writer.lost = self._world.lost_reply()
         try:
@@ -183,6 +192,7 @@ class Relay:
     async def wait(self) -> None:
         """See `Wakeups.wait`."""
         await self._gate()
+        self.writes += 1  # there is nothing to write
 
     def is_second(self) -> bool:
         """See `Wakeups.is_second`: time does not pass in a schedule."""
@@ -198,6 +208,7 @@ class World:
         self.kafka.create_topic(POSITIONS, 1)
         self.shards = self.fate.choice((1, 1, 2))
         self._stay = self.fate.choice(_STAYS)
+        self._relays_max = self.fate.choice(_RELAYS_MAX)
         self._topics = self.fate.choice(_REFUSING)
         self._serial = self.fate.random() < 0.2
         self.dialect = SQLITE if self._serial else _SERVER
@@ -217,6 +228,8 @@ class World:
         self._ends: dict[tuple[str, int], int] = {}
         self._arrival: asyncio.Future[None] | None = None
         self._current: Relay | None = None
+        self._turns: deque[tuple[Relay, int]] = deque()
+        """Relays that are next, and when their turn ends, by `writes`."""
         database.clear(self.shards)
         self._create_topic("ready")
         self._create_topic("small")
@@ -268,7 +281,7 @@ class World:
                 self._create_topic("late")
             if fate.random() < _DENIED:
                 self._denied ^= {fate.choice(list(TOPICS))}
-            if len(self.relays) < _RELAYS_MAX and (not self.relays or fate.random() < _START):
+            if len(self.relays) < self._relays_max and (not self.relays or fate.random() < _START):
                 await self._start()
             if fate.random() < _CRASH:
                 await self._crash()
@@ -299,13 +312,25 @@ class World:
     async def _any_step(self) -> None:
         """Let one relay do a step, mostly the same one for a while: the others pause."""
         self._database.now_ms += self.fate.randrange(40)
+        current = self._in_turn() or self._chosen()
+        if current is not None:
+            self._current = current
+            await self._wait_after(current.go)
+
+    def _in_turn(self) -> Relay | None:
+        while self._turns:
+            relay, end = self._turns[0]
+            if relay in self.relays and relay.writes < end:
+                return relay
+            self._turns.popleft()
+        return None
+
+    def _chosen(self) -> Relay | None:
         current = self._current
         awake = [relay for relay in self.relays if relay.pauses_to <= self._step] or self.relays
         if current not in awake or self.fate.random() > self._stay:
             current = self.fate.choice(awake) if awake else None
-        if current is not None:
-            self._current = current
-            await self._wait_after(current.go)
+        return current
 
     async def _wait_after(self, call: Callable[[], Any]) -> None:
         self._step += 1
@@ -318,7 +343,15 @@ class World:
 
     async def _start(self, shard: int | None = None) -> None:
         number = self.fate.randrange(self.shards) if shard is None else shard
-        await self._wait_after(lambda: self.relays.append(Relay(self, number)))
+        new = Relay(self, number)
+        before = [relay for relay in self.relays if relay.shard == number][-1:]
+        await self._wait_after(lambda: self.relays.append(new))
+        self._turns.clear()
+        for old in before:  # each does something between steps of the other
+            first, between, more = (self.fate.randrange(*bounds) for bounds in _TURNS)
+            self._turns.append((new, first))
+            self._turns.append((old, old.writes + between))
+            self._turns.append((new, first + more))
 
     async def _crash(self) -> None:
         if self.relays:

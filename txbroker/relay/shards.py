@@ -98,13 +98,12 @@ class Shards:
         }
         relays = len((others | {own}) - {""})
         most, least = -(-len(leases) // relays), len(leases) // relays
-        if len(owned) > most:
-            wanted = [each.shard for each in leases if each.owner == own and each.wanted_by]
-            given = wanted[: len(owned) - most]
-            for shard in given:
+        wanted = [each.shard for each in leases if each.owner == own and each.wanted_by]
+        if given := set(wanted[: max(0, len(owned) - most)]):
+            for shard in self.owned & given:  # one that could not be opened does not run
                 await self._stop(shard)
-            await self._thread.transaction(lambda: self._leases.release(given))
-            owned -= set(given)
+            await self._thread.transaction(lambda: self._leases.release(sorted(given)))
+            owned -= given
         elif len(owned) < most:
             taken = await self._thread.transaction(lambda: self._leases.take(most - len(owned)))
             owned |= set(taken)

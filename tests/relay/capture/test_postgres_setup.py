@@ -7,6 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from msgspec import structs
 
 from tests.relay.capture.pg_world import PgWorld, captured
 from txbroker.databases.database import DatabaseUnavailable
@@ -14,6 +15,7 @@ from txbroker.databases.postgres import Postgres
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture import postgres_setup
 from txbroker.relay.capture.changes import CapturedTable
+from txbroker.relay.capture.pg import facts as pgfacts
 from txbroker.relay.capture.setup import StepState, refusals
 
 
@@ -105,6 +107,41 @@ async def test_tables_that_cannot_be_captured_are_refused(
     with pytest.raises(AssertionError, match=sentence):
         await pg.apply()
     assert not pg.execute(f"SELECT 1 FROM pg_publication WHERE pubname = '{pg.slot}'")
+
+
+async def test_virtual_columns_do_not_go_with_full_identity(pg: PgWorld) -> None:
+    """PostgreSQL 18, the first that has them, would refuse updates to the service."""
+    facts = await pg.database.apart_async(pgfacts.read(pg.mapping))
+    (place,) = facts.tables
+    problems = {
+        full: list(
+            pgfacts.table_problems(
+                pg.mapping.tables[0],
+                structs.replace(
+                    facts,
+                    tables={place: structs.replace(facts.tables[place], full=full, virtual=("v",))},
+                ),
+                changed=True,
+            )
+        )
+        for full in (False, True)
+    }
+    assert not problems[False]
+    assert "virtual generated columns (v): make them STORED" in problems[True][0]
+
+
+async def test_a_publication_without_generated_columns_is_altered(pg: PgWorld) -> None:
+    """As one that was created before an upgrade to PostgreSQL 18."""
+    await pg.apply()
+    facts = await pg.database.apart_async(pgfacts.read(pg.mapping))
+    assert facts.publication is not None
+    assert facts.publication.generated
+    server = structs.replace(facts.server, version=pgfacts.SENDS_GENERATED)
+    publication = structs.replace(facts.publication, generated=False)
+    older = structs.replace(facts, server=server, publication=publication)
+    step = postgres_setup._publication(pg.mapping, older)
+    assert step.state is StepState.TO_DO
+    assert "publish_generated_columns = stored" in step.sql
 
 
 async def test_inserts_need_no_key(pg: PgWorld) -> None:

@@ -88,6 +88,16 @@ AT_START: dict[str, tuple[Callable[[PgWorld, bytes], bytes], str]] = {
         act(lambda pg: pg.execute(f"DROP PUBLICATION {pg.slot}")),
         "publication .* is missing.*capture apply",
     ),
+    "publication created again": (
+        act(
+            lambda pg: pg.execute(
+                f"DROP PUBLICATION {pg.slot}",
+                "INSERT INTO orders VALUES (9, 'lost')",
+                f"CREATE PUBLICATION {pg.slot} FOR TABLE orders",
+            )
+        ),
+        "publication .* was created again.*--on-gap skip",
+    ),
     "table not published": (
         act(lambda pg: pg.execute(f"ALTER PUBLICATION {pg.slot} DROP TABLE orders")),
         "lacks table public.orders.*capture apply",
@@ -145,6 +155,10 @@ async def test_a_gap_can_be_skipped(pg: PgWorld) -> None:
         ("ALTER PUBLICATION {} DROP TABLE orders", "lacks table public.orders"),
         ("DROP TABLE orders", "lacks table public.orders"),
         ("DROP PUBLICATION {}", "publication .* is missing"),
+        (
+            "DROP PUBLICATION {0}; CREATE PUBLICATION {0} FOR TABLE orders",
+            "publication .* was created again.*--on-gap skip",
+        ),
     ],
 )
 async def test_it_stops_while_it_runs(pg: PgWorld, statement: str, sentence: str) -> None:
@@ -155,14 +169,16 @@ async def test_it_stops_while_it_runs(pg: PgWorld, statement: str, sentence: str
 
 
 async def test_changes_without_a_publication_stop_it(pg: PgWorld) -> None:
-    source = await pg.started()
+    """PostgreSQL 18 leaves such changes out silently, older servers end the stream."""
+    source = await pg.started(beat_s=0.5)
     pg.execute(
         f"DROP PUBLICATION {pg.slot}",
         "INSERT INTO orders VALUES (1, 'a')",
         f"CREATE PUBLICATION {pg.slot} FOR TABLE orders",
     )
-    with pytest.raises(ConfigurationError, match=r"publication was dropped.*--on-gap skip"):
-        await read(source)
+    sentence = r"publication.* (was dropped|was created again).*--on-gap skip|is missing"
+    with pytest.raises(ConfigurationError, match=sentence):
+        await until(lambda: take(source))
 
 
 async def test_two_captures_with_one_name(pg: PgWorld, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,11 +72,13 @@ class Position(Struct, frozen=True):
 
     Attributes:
         slot: its name.
+        publication: its oid: changes that were made without it are missing in the stream.
         system, timeline: of the server, see `System`.
         lsn: everything before it is in Kafka, such as `0/16B3748`.
     """
 
     slot: str
+    publication: int
     system: str
     timeline: int
     lsn: str
@@ -115,6 +117,7 @@ class PostgresSource:
         self._held_max_s = held_max_s
         self._held_since_s = 0.0
         self._slot = pgfacts.name_of(mapping)
+        self._publication = 0
         self._system = System("", 0, 0)
         self._reader: _Reader | None = None
         self._beat: asyncio.Task[None] | None = None
@@ -131,7 +134,7 @@ class PostgresSource:
         stream = PgStream(self._database, self._slot)
         try:
             self._system = await stream.open()
-            slot = await self._free_slot()
+            self._publication, slot = await self._free_slot()
             begin = await self._begin(position, stream, slot)
             await stream.start(begin, self._slot, messages=self._mapping.emitted)
         except BaseException:
@@ -143,8 +146,8 @@ class PostgresSource:
         self._reader = _Reader(stream, self._mapping, slot.database, begin, self._skip)
         self._beat = asyncio.create_task(self._beats(stream), name=f"capture {self._mapping.name}")
 
-    async def _free_slot(self) -> pgfacts.Slot:
-        """Return the slot once no other process uses it.
+    async def _free_slot(self) -> tuple[int, pgfacts.Slot]:
+        """Return the oid of the publication, and the slot once no other process uses it.
 
         Raises:
             ConfigurationError: the capture cannot run.
@@ -152,12 +155,14 @@ class PostgresSource:
         """
         until_s = time.monotonic() + _RELEASED_S
         while True:
-            slot = (await self._checked()).slot
+            facts = await self._checked()
+            slot, publication = facts.slot, facts.publication
             assert slot is not None
+            assert publication is not None
             now_s = time.monotonic()
             if not slot.active_pid:
                 self._held_since_s = 0.0
-                return slot
+                return publication.oid, slot
             self._held_since_s = self._held_since_s or now_s
             held = (
                 f"{self._database.name}: the server's process {slot.active_pid} uses {self._slot}"
@@ -205,6 +210,8 @@ class PostgresSource:
             gap = f"Kafka's position is of slot {position.slot}, not of {self._slot}"
         elif position.system != self._system.id:
             gap = "this is another server than the one that Kafka's position is of"
+        elif position.publication != self._publication:
+            gap = self._created_again()
         elif min(self._system.wal_end, await stream.left_at(position.timeline)) < lsn:
             gap = (
                 f"the server's history does not contain Kafka's position {position.lsn}: it was "
@@ -262,7 +269,11 @@ class PostgresSource:
         delivery.position = self._place(reader.end)
 
     def _place(self, lsn: int) -> bytes:
-        return _encode(Position(self._slot, self._system.id, self._system.timeline, lsn_text(lsn)))
+        system, publication = self._system, self._publication
+        return _encode(Position(self._slot, publication, system.id, system.timeline, lsn_text(lsn)))
+
+    def _created_again(self) -> str:
+        return f"publication {self._slot} was created again, and changes before that may be lost"
 
     def _running(self) -> _Reader:
         if self._failure is not None:
@@ -317,8 +328,13 @@ class PostgresSource:
             try:
                 if time.monotonic() - stream.read_s < _UNREAD_S:
                     stream.report(ask=True)
-                if beat % _BEATS_OF_CHECK == 0:
-                    await self._checked()
+                if beat % _BEATS_OF_CHECK:
+                    continue
+                facts = await self._checked()
+                if facts.publication and facts.publication.oid != self._publication:
+                    raise ConfigurationError(
+                        f"{self._database.name}: {self._created_again()}: {_FILL_IN}"
+                    )
             except DatabaseUnavailable:
                 continue  # if it lasts, the reader notices it
             except Exception as error:

@@ -117,7 +117,11 @@ def _publication(mapping: CaptureMapping, facts: Facts) -> Step:
     wanted = {(each.schema, each.table) for each in mapping.tables}
     tables = ", ".join(_quoted(*place) for place in sorted(wanted))
     operations = [each for each in pgfacts.OPERATIONS if each in _sent(mapping)]
-    options = f"(publish = '{', '.join(operations)}', publish_via_partition_root = true)"
+    generated = facts.server.version >= pgfacts.SENDS_GENERATED
+    options = (
+        f"(publish = '{', '.join(operations)}', publish_via_partition_root = true"
+        f"{', publish_generated_columns = stored' if generated else ''})"
+    )
     has = publication.tables if publication is not None else frozenset()
     foreign = [
         f"{schema}.{table}"
@@ -131,7 +135,8 @@ def _publication(mapping: CaptureMapping, facts: Facts) -> Step:
         allowed = facts.server.may_create
     else:
         complete = publication.all_tables or has == wanted
-        if complete and publication.via_root and publication.operations == set(operations):
+        whole = publication.via_root and publication.generated
+        if complete and whole and publication.operations == set(operations):
             return Step(StepState.DONE, text)
         sql = f"ALTER PUBLICATION {name} SET {options}"
         if not complete:

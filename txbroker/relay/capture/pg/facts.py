@@ -15,6 +15,9 @@ from txbroker.relay.capture.pg.pgoutput import parse_lsn
 
 PLUGIN = "pgoutput"
 VERSION_MIN = 140_000
+SENDS_GENERATED = 180_000
+"""The version from which a publication may have stored generated columns, and must have those of a
+replica identity: otherwise updates fail."""
 _NAME = re.compile(r"[a-z0-9-]{1,50}")
 OPERATIONS = ("insert", "update", "delete", "truncate")
 
@@ -33,8 +36,9 @@ SELECT plugin, database, temporary, active_pid, wal_status, confirmed_flush_lsn:
 FROM pg_replication_slots WHERE slot_name = ?
 """
 _PUBLICATION = """
-SELECT pubinsert, pubupdate, pubdelete, pubtruncate, pubviaroot, puballtables,
-  pg_has_role(pubowner, 'USAGE') FROM pg_publication WHERE pubname = ?
+SELECT pubinsert, pubupdate, pubdelete, pubtruncate, oid::bigint, pubviaroot,
+  coalesce(to_jsonb(p) ->> 'pubgencols', 's') = 's', puballtables, pg_has_role(pubowner, 'USAGE')
+FROM pg_publication AS p WHERE pubname = ?
 """
 _PUBLISHED = "SELECT schemaname, tablename FROM pg_publication_tables WHERE pubname = ?"
 # Of a partitioned table the identity of the partitions counts, where the rows are.
@@ -44,6 +48,8 @@ SELECT n.nspname, c.relname, c.relkind, c.relpersistence, pg_has_role(c.relowner
     AND NOT attisdropped AND attgenerated = ''),
   ARRAY(SELECT attname::text FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0
     AND NOT attisdropped AND attgenerated <> ''),
+  ARRAY(SELECT attname::text FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0
+    AND NOT attisdropped AND attgenerated = 'v'),
   ARRAY(SELECT a.attname::text FROM pg_index i
     CROSS JOIN unnest(i.indkey) WITH ORDINALITY AS k (attnum, n)
     JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = k.attnum
@@ -86,12 +92,16 @@ class Publication(Struct, frozen=True):
     """A publication.
 
     Attributes:
+        oid: another one once it was created again.
+        generated: whether it sends generated columns, as far as the server can.
         via_root: changes of partitions are sent as changes of their partitioned table.
         owned: whether this user may alter it.
     """
 
     operations: frozenset[str]
+    oid: int
     via_root: bool
+    generated: bool
     all_tables: bool
     owned: bool
     tables: frozenset[tuple[str, str]]
@@ -102,6 +112,7 @@ class Table(Struct, frozen=True):
 
     Attributes:
         kind, persistence: as `pg_class` has them.
+        generated: generated columns; `virtual` are those that are not stored.
         primary: columns of the primary key, in its order.
         identity: columns of the replica identity that each change has.
         full: each change has the old row.
@@ -112,6 +123,7 @@ class Table(Struct, frozen=True):
     owned: bool
     columns: tuple[str, ...]
     generated: tuple[str, ...]
+    virtual: tuple[str, ...]
     primary: tuple[str, ...]
     identity: frozenset[str]
     full: bool
@@ -172,10 +184,10 @@ def read(mapping: CaptureMapping) -> Steps[Facts]:
     tables = (yield Query(_TABLES, (schemas, [each.table for each in mapping.tables]))).rows
     publication = None
     if publications:
-        *operations, via_root, all_tables, owned = publications[0]
+        *operations, oid, via_root, generated, all_tables, owned = publications[0]
         sent = frozenset(each for each, on in zip(OPERATIONS, operations, strict=True) if on)
         of_it = frozenset((str(schema), str(table)) for schema, table in published)
-        publication = Publication(sent, via_root, all_tables, owned, of_it)
+        publication = Publication(sent, oid, via_root, generated, all_tables, owned, of_it)
     return Facts(
         Server(*server),
         slot=_slot(slots[0]) if slots else None,
@@ -198,21 +210,16 @@ def _slot(row: Any) -> Slot:
 
 def _tables(rows: Any) -> dict[tuple[str, str], Table]:
     found: dict[tuple[str, str], Table] = {}
-    for schema, name, kind, persistence, owned, columns, generated, primary, identity, key in rows:
+    for row in rows:
+        schema, name, kind, persistence, owned, *columns, identity, key = row
+        sent, generated, virtual, primary = (tuple(names) for names in columns)
         full = identity == "f"
-        of_each = frozenset(columns if full else key)
+        of_each = frozenset(sent if full else key)
         earlier = found.get((schema, name))
         if earlier is not None:  # another partition
             full, of_each = full and earlier.full, of_each & earlier.identity
         found[schema, name] = Table(
-            kind,
-            persistence,
-            owned,
-            tuple(columns),
-            tuple(generated),
-            tuple(primary),
-            of_each,
-            full,
+            kind, persistence, owned, sent, generated, virtual, primary, of_each, full
         )
     return found
 
@@ -268,7 +275,7 @@ def table_problems(wanted: CapturedTable, facts: Facts, *, changed: bool) -> Ite
         return
     for column in wanted.key:
         if column in table.generated:
-            yield f"{name}: the key column {column} is generated and not sent: use another"
+            yield f"{name}: the key column {column} is generated: use another"
         elif column not in table.columns:
             yield f"{name} has no column {column} for the key: correct the mapping"
     full = f'ALTER TABLE "{wanted.schema}"."{wanted.table}" REPLICA IDENTITY FULL'
@@ -276,6 +283,12 @@ def table_problems(wanted: CapturedTable, facts: Facts, *, changed: bool) -> Ite
         yield (
             f"{name} has no primary key or other replica identity, so that its updates and deletes "
             f"would fail: add a primary key, or {full}"
+        )
+    elif changed and table.full and table.virtual:
+        yield (
+            f"{name}: PostgreSQL refuses updates and deletes of a published table with REPLICA "
+            f"IDENTITY FULL and virtual generated columns ({', '.join(table.virtual)}): make them "
+            "STORED, or use another replica identity"
         )
     elif wanted.before and not table.full:
         yield f"{name}: the WAL lacks the row before a change: {full}, or leave `before` out"
