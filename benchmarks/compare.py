@@ -27,7 +27,7 @@ from benchmarks.peers.ceiling import Ceiling
 from benchmarks.peers.dtm import Dtm
 from benchmarks.peers.outbox import SqliteOutbox
 from benchmarks.peers.outbox_postgres import PostgresOutbox
-from benchmarks.peers.outbox_relay import RelayedPostgres, RelayedSqlite
+from benchmarks.peers.outbox_relay import EmittedPostgres, RelayedPostgres, RelayedSqlite
 from benchmarks.peers.page import page, plot
 from benchmarks.peers.read_process_write import ReadProcessWrite
 from benchmarks.peers.rocketmq import RocketMQ
@@ -42,6 +42,7 @@ PEERS: tuple[Peer, ...] = (
     RelayedSqlite(),
     PostgresOutbox(),
     RelayedPostgres(),
+    EmittedPostgres(),
     Dtm(),
 )
 DOCS = Path(__file__).parents[1] / "docs"

@@ -57,6 +57,7 @@ class PostgresOutbox:
     )
 
     order = _ORDER
+    wal_level = "replica"
 
     def __init__(self) -> None:
         self._folder = Path()
@@ -86,7 +87,10 @@ class PostgresOutbox:
 
     def turn(self, plan: Plan, folder: Path) -> Iterator[Figure]:
         """Measure on a new cluster and Kafka."""
-        with running_kafka(folder) as kafka, _cluster(self._folder, folder) as sockets:
+        with (
+            running_kafka(folder) as kafka,
+            _cluster(self._folder, folder, self.wal_level) as sockets,
+        ):
             uvloop.run(create_topics(kafka.bootstrap, [TOPIC]))
             script = folder / "order.sql"
             script.write_text(self.order.format(size=plan.size))
@@ -228,7 +232,7 @@ async def _measure(
 
 
 @contextmanager
-def _cluster(programs: Path, folder: Path) -> Iterator[Path]:
+def _cluster(programs: Path, folder: Path, wal_level: str) -> Iterator[Path]:
     """Run a server; give the folder of its socket."""
     root = os.getuid() == 0
     account = pwd.getpwnam(ACCOUNT) if root else None
@@ -246,7 +250,7 @@ def _cluster(programs: Path, folder: Path) -> Iterator[Path]:
         if done.returncode != 0:
             raise Missing(f"initdb failed: {done.stderr.strip()}")
         command = [programs / "postgres", "-D", data, "-k", home]
-        for setting in _SETTINGS:
+        for setting in (*_SETTINGS, f"wal_level={wal_level}"):
             command += ["-c", setting]
         with child(command, folder, "postgres", **options) as server:
             _wait(home, server)

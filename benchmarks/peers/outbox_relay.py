@@ -6,6 +6,7 @@ The relay is `txbroker outbox relay` in a separate process.
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +19,12 @@ from benchmarks.peers.outbox_postgres import ACCOUNT, PostgresOutbox
 from txbroker.databases import Postgres, SQLite
 from txbroker.relay import Message, Outbox
 
+_TXBROKER = (sys.executable, "-m", "txbroker")
+_UNREAD = """
+SELECT pg_current_wal_flush_lsn() - confirmed_flush_lsn FROM pg_replication_slots
+"""
+_UNREAD_BYTES = 100_000
+"""Other WAL than that of orders."""
 _ORDERS = "CREATE TABLE orders (id text PRIMARY KEY, state text NOT NULL)"
 # A key begins with its time of creation, from which the latency is computed.
 _ORDER = """
@@ -28,6 +35,17 @@ WITH made AS (
   placed AS (INSERT INTO orders SELECT key, 'placed' FROM made)
 INSERT INTO txbroker_outbox (topic, message_key, message_value)
   SELECT 'outbox', convert_to(key, 'UTF8'), convert_to(repeat('x', {size}), 'UTF8') FROM made;
+COMMIT;
+"""
+_EMITTED = """
+\\set one random(1, 1000000000000)
+BEGIN;
+WITH made AS (
+    SELECT extract(epoch FROM clock_timestamp()) || '-' || :client_id || '-' || :one AS key),
+  placed AS (INSERT INTO orders SELECT key, 'placed' FROM made)
+SELECT pg_logical_emit_message(true, 'txbroker',
+  '[{{"topic": "outbox", "key": "' || key || '", "value": "' || repeat('x', {size}) || '"}}]')
+  FROM made;
 COMMIT;
 """
 
@@ -89,17 +107,52 @@ class RelayedPostgres(PostgresOutbox):
             return await found.fetchone() is not None
 
 
+class EmittedPostgres(RelayedPostgres):
+    """txbroker's outbox without a table."""
+
+    name = "txbroker-emitted-postgres"
+    title = "txbroker capture of emitted messages, PostgreSQL"
+    counts = (
+        "an order inserted and its message emitted in one local transaction by pgbench, published "
+        "by `txbroker capture run`, exactly once; synchronous_commit off"
+    )
+    order = _EMITTED
+    wal_level = "logical"
+
+    def prepare(self, sockets: Path) -> None:
+        with psycopg.connect(_url(sockets)) as connection:
+            connection.execute(_ORDERS)
+        mapping = f'name = "orders"\ndatabase = "{_url(sockets)}"\nemitted = true\n'
+        self._mapping(sockets).write_text(mapping)
+        apply = (*_TXBROKER, "capture", "apply", str(self._mapping(sockets)), "--yes")
+        subprocess.run(apply, check=True, capture_output=True)
+
+    def relaying(self, kafka: str, sockets: Path) -> Relaying:
+        return _running("capture", "run", str(self._mapping(sockets)), "--kafka", kafka)
+
+    async def pending(self, sockets: Path) -> bool:
+        async with await psycopg.AsyncConnection.connect(_url(sockets)) as connection:
+            found = await connection.execute(_UNREAD)
+            row = await found.fetchone()
+        return row is not None and row[0] > _UNREAD_BYTES
+
+    def _mapping(self, sockets: Path) -> Path:
+        return sockets / "orders.toml"
+
+
 def _url(sockets: Path) -> str:
     return f"postgresql:///postgres?host={sockets}&user={ACCOUNT}"
 
 
+def _relaying(url: str, kafka: str) -> Relaying:
+    # The polled outbox deletes its rows, too.
+    return _running("outbox", "relay", url, "--kafka", kafka, "--keep-s", "0")
+
+
 @asynccontextmanager
-async def _relaying(url: str, kafka: str) -> AsyncIterator[asyncio.Task[None]]:
+async def _running(*command: str) -> AsyncIterator[asyncio.Task[None]]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "txbroker", "outbox", "relay", url, "--kafka", kafka),
-        # The polled outbox deletes its rows, too.
-        *("--keep-s", "0"),
-        stderr=asyncio.subprocess.PIPE,
+        *_TXBROKER, *command, stderr=asyncio.subprocess.PIPE
     )
     assert process.stderr is not None
     line = await process.stderr.readline()

@@ -20,7 +20,7 @@ from txbroker.relay import Outbox
 _TABLES = 1_000
 _REST_S, _MEASURED_S = 12.0, 30.0
 """The first covers what a start does later: counting rows, statistics of connections."""
-_CPU_MORE_S = 0.6
+_CPU_MORE_S = 0.1
 """Of a minute: 1 % of a core, which is less than runs differ by."""
 _MEMORY_MORE_MIB = 16
 
@@ -64,7 +64,8 @@ async def idle(kafka: str, tables: int) -> AsyncIterator[Figure]:
             many = await _captured(place, kind, kafka, tables)
             what = f"{tables:,} idle tables, {kind}"
             yield many.figure(what)
-            more_cpu_s, more_mib = many.cpu_s - one.cpu_s, many.memory_mib - one.memory_mib
+            more_cpu_s = round(many.cpu_s - one.cpu_s, 2)
+            more_mib = many.memory_mib - one.memory_mib
             what = f"{what}, more than 1"
             yield Figure(f"{what}: CPU", more_cpu_s, "s a minute", _CPU_MORE_S, at_least=False)
             yield Figure(f"{what}: memory", more_mib, "MiB", _MEMORY_MORE_MIB, at_least=False)
