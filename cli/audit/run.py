@@ -56,7 +56,9 @@ def seconds(options: dict[str, Any], name: str) -> float:
     """Remove an option from `options`; return its value, positive and finite."""
     value = float(options.pop(name))
     if not 0 < value <= SECONDS_MAX:  # also refuses NaN
-        raise click.UsageError(f"--{name.replace('_', '-')} {value:g}: expected 0 to 1e9 seconds")
+        raise click.UsageError(
+            f"--{name.replace('_', '-')} {value:g}: expected more than 0, at most 1e9"
+        )
     return value
 
 

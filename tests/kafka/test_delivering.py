@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from tests.kafka.relay import END_TXN, INIT_PRODUCER_ID, Fate, Relay, fates
 from tests.kit.kafka import KafkaHarness
 from txbroker.core.records import Record
 from txbroker.door.consuming import ConsumingDoor, Copy, TopicSpec
-from txbroker.door.delivering import DeliveryWriter
+from txbroker.door.delivering import DeliveryWriter, WriterFenced
 from txbroker.errors import KafkaUnavailable
 
 
@@ -54,6 +55,22 @@ async def test_position_is_read_after_the_predecessor_is_fenced(
     await first.commit(b"1")
     held.send()
     assert await claim == b"1"
+
+
+async def test_end_by_kafka_after_its_timeout_is_no_other_process(
+    late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kafka fences the producer of a transaction that took too long, as a successor would."""
+    first, second = await late.writer(), await late.writer()
+    await first.claim()
+    await first.write(late.copy(b"a"))
+    await first.write(late.copy(b"b"))
+    await second.claim()
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 1000)
+    with pytest.raises(KafkaUnavailable, match="too many rows: divide it") as caught:
+        await first.commit(b"1")
+    assert not isinstance(caught.value, WriterFenced)
 
 
 @pytest.mark.rule(47)

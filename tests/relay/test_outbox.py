@@ -6,7 +6,7 @@ import asyncio
 import json
 import pickle
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any
 from zlib import crc32
 
@@ -17,7 +17,10 @@ from tests.databases.places import Place, place_of, run
 from tests.kit.until import until
 from tests.relay.shops import Row, emptied, message, order, orders, rows, states
 from txbroker.core.records import Decision, Message
-from txbroker.databases import TooLate
+from txbroker.databases import DatabaseUnavailable, TooLate, from_url
+from txbroker.databases.outbox.waiting import WaitingRows
+from txbroker.databases.steps import Query
+from txbroker.databases.steps import run as steps
 from txbroker.errors import BadRequest, ConfigurationError
 from txbroker.relay.outbox import Outbox
 
@@ -110,10 +113,11 @@ def test_rows_of_one_transaction_have_one_unit(kind: Place, outbox: Outbox) -> N
         assert list(units) == sorted(units)
 
 
-def test_unit_is_used_again_while_the_look_fails(
+def test_unit_is_unknown_while_the_look_fails(
     kind: Place, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two transactions with one unit do no harm; two units in one transaction would."""
+    """SQLite: two transactions with one unit do no harm; two units in one transaction would. On
+    MariaDB the order of units is that of rows."""
     if kind.dialect.name == "postgresql":
         return
 
@@ -123,13 +127,65 @@ def test_unit_is_used_again_while_the_look_fails(
     with closing(kind.connect()) as connection:
         with monkeypatch.context() as context:
             context.setattr(kind.database, "open_apart", fail)
-            for key in "ab":
-                outbox.add(connection, message(key))
-                connection.commit()
+            outbox.add(connection, message("a"))
+            connection.commit()
+            refused = pytest.raises(DatabaseUnavailable, match="no connection")
+            with refused if kind.dialect.name == "mariadb" else nullcontext():
+                outbox.add(connection, message("b"))
+            connection.commit()
         outbox.add(connection, message("c"))
         connection.commit()
-    first, second, third = rows(kind)
-    assert first.unit == second.unit != third.unit
+    units = [row.unit for row in rows(kind)]
+    if kind.dialect.name == "mariadb":
+        assert (len(units), units) == (2, sorted(set(units)))
+    else:
+        assert units[0] == units[1] != units[2]
+
+
+def test_unit_of_a_row_that_was_deleted_is_not_used_again(kind: Place, outbox: Outbox) -> None:
+    """Also where a snapshot of the connection still has the row."""
+    with closing(kind.connect()) as connection:
+        (first,) = outbox.add(connection, message("a"))
+        connection.commit()
+        if kind.dialect.name == "mariadb":
+            run(connection, "SELECT COUNT(*) FROM txbroker_outbox")
+        with kind.transaction() as other:
+            run(other, f"DELETE FROM txbroker_outbox WHERE id = '{first}'")
+        with kind.transaction() as other:
+            Outbox(kind.database).add(other, message("between"))
+        outbox.add(connection, message("b"))
+        connection.commit()
+    between, last = rows(kind)
+    assert (between.key, last.key) == (b"between", b"b")
+    if kind.dialect.unit:
+        assert between.unit < last.unit
+
+
+def test_own_sessions_see_only_what_is_committed(kind: Place, outbox: Outbox) -> None:
+    """Also where the server's default is READ UNCOMMITTED."""
+    uncommitted = "?init_command=SET SESSION tx_isolation='READ-UNCOMMITTED'"
+    database = from_url(kind.url + uncommitted * (kind.dialect.name == "mariadb"))
+    with closing(database.open()) as session, closing(kind.connect()) as connection:
+        outbox.add(connection, message("a"))
+        found = [session.execute(Query("SELECT COUNT(*) FROM txbroker_outbox")).rows[0][0]]
+        connection.commit()
+        found += [session.execute(Query("SELECT COUNT(*) FROM txbroker_outbox")).rows[0][0]]
+    assert found == [0, 1]
+
+
+def test_selection_leaves_out_only_the_unit_at_its_end(kind: Place, outbox: Outbox) -> None:
+    """On SQLite triggers of a capture write rows of one unit among those of `add`."""
+    with kind.transaction() as connection:
+        for unit in ("c", "u1", "c", "c", "u2", "c", "c", "u3", "c"):
+            sql = "INSERT INTO txbroker_outbox (topic, unit) VALUES ('payments', '%s')"
+            run(connection, sql % unit)
+    with closing(kind.database.open()) as session:
+        found = [steps(WaitingRows(kind.dialect).select(n), session.execute) for n in (7, 2, 100)]
+    kept = [("".join(row.unit for row in each.rows), each.longer) for each in found]
+    if kind.dialect.name == "sqlite":
+        assert kept == [("cu1ccu2", False), ("c", False), ("cu1ccu2ccu3c", False)]
+    else:
+        assert kept == [("cccccc", False), ("cc", True), ("cu1ccu2ccu3c", False)]
 
 
 # --- scheme 1 --------------------------------------------------------------------------------

@@ -310,7 +310,11 @@ MARIADB = Dialect(
     ),
     options=" ENGINE=InnoDB",
     keyed="",
-    limits=("SET innodb_lock_wait_timeout = {lock_s}, idle_transaction_timeout = {idle_s}",),
+    limits=(
+        "SET innodb_lock_wait_timeout = {lock_s}, idle_transaction_timeout = {idle_s}, "
+        # What is not committed is nothing to act upon.
+        "tx_isolation = IF(@@tx_isolation = 'READ-UNCOMMITTED', 'READ-COMMITTED', @@tx_isolation)",
+    ),
     in_transaction="SELECT @@in_transaction OR NOT @@autocommit",
     within=" AND @@in_transaction = 1",
     isolation="",

@@ -50,9 +50,11 @@ class PlainSession(Protocol):
 
     Attributes:
         connection: what a handler receives.
+        dialect: of its database.
     """
 
     connection: Any
+    dialect: Dialect
 
     @property
     def in_transaction(self) -> bool:
@@ -97,7 +99,7 @@ class DriverSession:
 
     def __init__(self, connection: Any, dialect: Dialect, style: str) -> None:
         self.connection = connection
-        self._dialect = dialect
+        self.dialect = dialect
         self._style = style
 
     @property
@@ -110,7 +112,7 @@ class DriverSession:
 
     def begin(self) -> None:
         """Begin a transaction that may write."""
-        self._command(self._dialect.begin)
+        self._command(self.dialect.begin)
 
     def commit(self) -> None:
         """Commit it."""
@@ -377,7 +379,7 @@ class SessionThreads:
                 self.opened += 1
             result = function(session)
         except BaseException as error:
-            if session is not None and not _can_be_used(session):
+            if session is not None and not _can_be_used(session, error):
                 close_quietly(session)
                 note_lost(error)
                 session = None
@@ -387,8 +389,10 @@ class SessionThreads:
         return session
 
 
-def _can_be_used(session: PlainSession) -> bool:
-    """Roll back, and return whether a session can be used again."""
+def _can_be_used(session: PlainSession, error: BaseException) -> bool:
+    """Roll back, and return whether a session can be used again after an error."""
+    if session.dialect.fault(error) is Fault.UNAVAILABLE:
+        return False  # a server that became read-only answers, and another one is the primary
     try:
         session.rollback()
         session.execute(_PROBE)  # PyMySQL does not show that its connection is lost

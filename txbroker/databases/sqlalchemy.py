@@ -113,7 +113,7 @@ class EngineSession:
 
     def __init__(self, connection: Connection, dialect: Dialect) -> None:
         self.connection = connection
-        self._dialect = dialect
+        self.dialect = dialect
         self._driver: Any = None
         self._transaction: RootTransaction | None = None
 
@@ -126,7 +126,7 @@ class EngineSession:
         self.connection.detach()
         join_sqlalchemy(self.connection, database)
         self.connection.rollback()
-        for sql in self._dialect.limited(lock_wait_s, idle_s):
+        for sql in self.dialect.limited(lock_wait_s, idle_s):
             self.execute(Query(sql))
         self._driver = driver_connection(self.connection)
 
@@ -156,7 +156,7 @@ class EngineSession:
 
         self._transaction = self.connection.begin()
         if not in_transaction(driver_connection(self.connection)):
-            execute_sqlalchemy(self.connection, Query(self._dialect.first))
+            execute_sqlalchemy(self.connection, Query(self.dialect.first))
         event.listen(self.connection, "commit", refuse_control)
 
     def commit(self) -> None:

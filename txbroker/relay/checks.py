@@ -6,6 +6,8 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Collection, Sequence
+from functools import partial
+from threading import Semaphore
 from typing import TYPE_CHECKING
 
 import structlog
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _DUE_MAX = 500
+_CALLS_MAX = 16
+"""Calls of a plain check function that have not returned."""
 TIMEOUT_S = 10.0
 """How long an answer may take, seconds."""
 
@@ -167,6 +171,7 @@ class FunctionFinder:
 
     def __init__(self, function: CheckFunction) -> None:
         self._function = function
+        self._calls = Semaphore(_CALLS_MAX)
 
     def at_hand(self, group: str, prefer: str) -> Channel | None:
         """See `Finder.at_hand`."""
@@ -210,8 +215,16 @@ class FunctionFinder:
     async def _call(self, request: CheckRequest) -> object:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(request)
-        answer = await in_thread(lambda: self._function(request))
+        if not self._calls.acquire(blocking=False):
+            raise RuntimeError(f"{_CALLS_MAX} earlier calls have not returned: give it a timeout")
+        answer = await in_thread(partial(self._in_thread, request))
         return await answer if inspect.isawaitable(answer) else answer
+
+    def _in_thread(self, request: CheckRequest) -> object:
+        try:
+            return self._function(request)
+        finally:
+            self._calls.release()
 
 
 def _result(answer: object) -> CheckResult:

@@ -254,15 +254,19 @@ class Outbox:
 
     def _uncommitted(self, driver: Any) -> UnitRow | None:
         """Return the first row of the unit of a connection's transaction, None if others see it."""
-        return None if self._units is None else self._units.uncommitted(driver)
+        if self._units is None:
+            return None
+        with self.database.explained(tables=self.tables):
+            return self._units.uncommitted(driver)
 
     async def _uncommitted_async(self, driver: Any) -> UnitRow | None:
         """`_uncommitted` without blocking."""
         if self._units is None or not self._units.known(driver):
             return None
         if self.database.plain:
-            return await asyncio.to_thread(self._units.uncommitted, driver)
-        return await self._units.uncommitted_async(driver)
+            return await asyncio.to_thread(self._uncommitted, driver)
+        with self.database.explained(tables=self.tables):
+            return await self._units.uncommitted_async(driver)
 
     def _insert(
         self, joined: Joined, new: Sequence[NewRow], state: str, timeout_ms: int | None
@@ -289,7 +293,7 @@ class Outbox:
         Args:
             last: the first row of its unit, unless others see it.
         """
-        given = (yield from last.open_unit()) if last is not None else ""
+        given = (yield from last.open_unit(self._dialect)) if last is not None else ""
         unit = yield from rows.insert(
             self._dialect, new, unit=given, state=state, timeout_ms=timeout_ms
         )
@@ -309,7 +313,7 @@ class Outbox:
         messages: Sequence[Message] | None,
         last: UnitRow | None,
     ) -> Steps[None]:
-        given = (yield from last.open_unit()) if last is not None else ""
+        given = (yield from last.open_unit(self._dialect)) if last is not None else ""
         unit = yield from rows.decide(self._dialect, prepared, decision, messages, unit=given)
         if self._units is not None and unit not in ("", given):
             self._units.note(driver, UnitRow(prepared.ids[0], unit))

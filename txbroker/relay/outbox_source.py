@@ -130,7 +130,7 @@ class OutboxDelivery(Delivery):
             for end in ends:
                 rows = await self._source.fetch(positions[begin:end])
                 if len(rows) != end - begin:
-                    # Also if this relay was replaced, and the rows are purged.
+                    await self._source.check_owned()  # a successor may have deleted them
                     raise DatabaseUnavailable(
                         "rows of the outbox were deleted while they were sent: leave rows in the "
                         "state LOCAL_COMMIT to the relay"
@@ -193,6 +193,10 @@ class OutboxSource:
             return (yield from steps())
 
         return await self._thread.transaction(checked)
+
+    async def check_owned(self) -> None:
+        """Raise WriterFenced if another relay has the shard."""
+        await self._change(_nothing)
 
     def _last(self, position: bytes) -> OutboxPosition:
         last = decode_position(position)
@@ -318,6 +322,10 @@ class OutboxSource:
     async def close(self) -> None:
         """See `Source.close`."""
         await self._thread.close()
+
+
+def _nothing() -> Steps[None]:
+    yield from ()
 
 
 def message_of(row: FullRow, first: tuple[Header, ...] = ()) -> Message:

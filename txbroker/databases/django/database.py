@@ -75,7 +75,7 @@ class DjangoSession:
 
     def __init__(self, connection: Any, dialect: Dialect) -> None:
         self.connection = connection
-        self._dialect = dialect
+        self.dialect = dialect
         self._driver = connection.connection
         self._atomic: AbstractContextManager[Any] | None = None
 
@@ -92,13 +92,13 @@ class DjangoSession:
         """Begin a transaction that may write."""
         from django.db import transaction
 
-        if self._dialect is SQLITE:
+        if self.dialect is SQLITE:
             self.connection.transaction_mode = "IMMEDIATE"
         atomic = transaction.atomic(using=self.connection.alias, durable=True)
         atomic.__enter__()
         self._atomic = atomic
         if not self.in_transaction:
-            self.execute(Query(self._dialect.first))
+            self.execute(Query(self.dialect.first))
 
     def commit(self) -> None:
         """Commit it."""

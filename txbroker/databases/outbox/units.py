@@ -12,6 +12,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from txbroker.databases.database import Database
+from txbroker.databases.dialect import SQLITE, Dialect
 from txbroker.databases.outbox.table import OUTBOX
 from txbroker.databases.sessions import SessionPool
 from txbroker.databases.steps import Query, Steps, one
@@ -25,14 +26,18 @@ class UnitRow(NamedTuple):
     id: str
     unit: str
 
-    @property
-    def look(self) -> Query:
-        """Selects it."""
-        return Query(f"SELECT 1 FROM {OUTBOX} WHERE id = ? AND unit = ?", self)
+    def look(self, newest: str = "") -> Query:
+        """Select it.
 
-    def open_unit(self) -> Steps[str]:
-        """Return the unit, "" if its transaction was rolled back; in the caller's transaction."""
-        return self.unit if (yield self.look).rows else ""
+        Args:
+            newest: see `Dialect`.
+        """
+        return Query(f"SELECT 1 FROM {OUTBOX} WHERE id = ? AND unit = ?{newest}", self)
+
+    def open_unit(self, dialect: Dialect) -> Steps[str]:
+        """Return the unit, "" if its transaction is over; in the caller's transaction."""
+        # A snapshot may have a row that was delivered and deleted since.
+        return self.unit if (yield self.look(dialect.newest)).rows else ""
 
 
 class Units:
@@ -53,16 +58,22 @@ class Units:
         return id(driver) in self._last
 
     def uncommitted(self, driver: Any) -> UnitRow | None:
-        """Return the first row of a connection's last unit, None if others see it."""
+        """Return the first row of a connection's last unit, None if others see it.
+
+        Raises:
+            Exception: MariaDB's driver's; the order of units is that of rows there.
+        """
         last = self._last.get(id(driver))
         if last is None:
             return None
         try:
             with self._looks.lend() as session:
-                committed = bool(session.execute(last.look).rows)
+                committed = bool(session.execute(last.look()).rows)
         except Exception:
-            # Locked, or there is no connection. Two transactions with one unit become visible
-            # whole; two units in one transaction might not.
+            if self._database.dialect is not SQLITE:
+                raise
+            # Locked. Two transactions with one unit become visible whole; two units in one
+            # transaction might not.
             committed = False
         return None if committed else last
 
@@ -72,8 +83,10 @@ class Units:
         if last is None:
             return None
         try:
-            committed = bool((await self._database.apart_async(one(last.look), 0.0)).rows)
+            committed = bool((await self._database.apart_async(one(last.look()), 0.0)).rows)
         except Exception:
+            if self._database.dialect is not SQLITE:
+                raise
             committed = False
         return None if committed else last
 

@@ -124,25 +124,27 @@ class WaitingRows:
         last = rows[-1].unit if len(rows) == count else ""
         if not last:
             return Selection(sorted(rows))
-        longer = rows[0].unit == last
-        # On SQLite other rows may follow, and then again such of the first or the last unit.
-        kept = takewhile(lambda row: (row.unit == last) is longer, rows)
-        return Selection(sorted(kept), longer)
+        # On SQLite rows of the unit may come again, before or after those of others.
+        end = count - sum(1 for _ in takewhile(lambda row: row.unit == last, reversed(rows)))
+        return Selection(sorted(rows[:end] or rows), longer=not end)
 
     def rest(self, last: WaitingRow, count: int) -> Steps[Sequence[WaitingRow]]:
         """Return the next rows of a unit after one of them, at most `count`."""
         condition, values = f"AND position > {last.position}", tuple[str, ...]()
         if self._dialect is not SQLITE:  # there, no index has the unit
             condition, values = f"{condition} AND unit = ?", (last.unit,)
-        found = yield Query(self._select(f"{condition} ORDER BY position LIMIT {count}"), values)
+        # With its other index, MariaDB reads all earlier rows of the unit.
+        hint = f" FORCE INDEX ({OUTBOX}_ready)" if self._dialect is MARIADB else ""
+        condition = f"{condition} ORDER BY position LIMIT {count}"
+        found = yield Query(self._select(condition, hint), values)
         return list(takewhile(lambda row: row.unit == last.unit, map(_waiting, found.rows)))
 
-    def _select(self, condition: str) -> str:
+    def _select(self, condition: str, hint: str = "") -> str:
         return (
             "SELECT position, unit, order_key, message_key, "
             "COALESCE(LENGTH(message_value), 0) + LENGTH(headers), "
             f"CASE WHEN timeout_at <= {self._dialect.now_ms} THEN 1 ELSE 0 END "
-            f"FROM {OUTBOX} WHERE {_READY}{self._of_shards} {condition}"
+            f"FROM {OUTBOX}{hint} WHERE {_READY}{self._of_shards} {condition}"
         )
 
     def fetch(self, positions: Sequence[int]) -> Steps[list[FullRow]]:

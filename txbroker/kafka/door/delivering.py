@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
@@ -52,6 +53,8 @@ class KafkaDeliveryWriter(DeliveryWriter):
         """Written with the next call: in one request with the position, if that follows."""
         self._sent = False
         """The open transaction holds records that `_pending` does not."""
+        self._begun_s = 0.0
+        """When the open transaction began; 0: none is open."""
         self._limits: dict[str, int] = {}
         """Sizes of batches by topic, see `Batches`."""
 
@@ -67,7 +70,7 @@ class KafkaDeliveryWriter(DeliveryWriter):
         The claim record proves that the position was read from the leader: a deposed one does not
         have it.
         """
-        self._producer, self._pending, self._sent = None, (), False
+        self._producer, self._pending, self._sent, self._begun_s = None, (), False, 0.0
         backoff = Backoff(self._settings.claim_timeout_s, self._settings.retry_backoff_s)
         producer = Producer(self._client, self._channel, self._transactional_id)
         with self._explained("claim"):
@@ -127,7 +130,7 @@ class KafkaDeliveryWriter(DeliveryWriter):
             producer, backoff = self._take(), self._backoff()
             with self._explained("abort"):
                 await _abort(producer, backoff)
-            self._producer = producer
+            self._producer, self._begun_s = producer, 0.0
 
     async def commit(self, position: bytes) -> None:
         """See `DeliveryWriter.commit`."""
@@ -138,7 +141,7 @@ class KafkaDeliveryWriter(DeliveryWriter):
         with self._explained("commit"):
             await producer.end(commit=True, backoff=self._backoff())
         failpoint("relay.ended")
-        self._producer = producer
+        self._producer, self._begun_s = producer, 0.0
 
     async def _send(self, copies: Sequence[Copy]) -> None:
         batches = Batches(self._limits)
@@ -157,11 +160,13 @@ class KafkaDeliveryWriter(DeliveryWriter):
     async def _try(self, rounds: Sequence[Mapping[Partition, Batch]]) -> RefusedBatch | None:
         """Write, or abort the transaction and return a refused batch."""
         producer = self._take()
+        self._begun_s = self._begun_s or time.monotonic()
         backoff = Backoff(self._settings.write_timeout_s, _PAUSE_S)
         with self._explained("write"):
             refused = await write_rounds(producer, rounds, backoff, self._transactional_id)
             if refused is not None:
                 await _abort(producer, backoff)
+                self._begun_s = 0.0
         self._producer = producer
         return refused
 
@@ -178,6 +183,13 @@ class KafkaDeliveryWriter(DeliveryWriter):
         try:
             yield
         except ProducerFenced:
+            longest_s = self._settings.transaction_timeout_s
+            if self._begun_s and time.monotonic() - self._begun_s > longest_s:
+                raise KafkaUnavailable(
+                    f"{self._transactional_id}: Kafka has aborted the transaction after "
+                    f"{longest_s:g} s: the relay was paused, or a transaction of the database has "
+                    "too many rows: divide it"
+                ) from None
             raise WriterFenced(
                 f"another process has claimed {self._transactional_id}: this one stops"
             ) from None
