@@ -87,4 +87,4 @@ def test_command_ends(
         subprocess.run([TXBROKER, "capture", "apply", file, "--yes"], check=True)
     with running(*command) as process, hanging(server):
         process.send_signal(signal.SIGTERM)
-        process.wait(END_S)
+        assert process.wait(END_S) == 0

@@ -115,7 +115,8 @@ class Notifications(Wakeups):
     async def wait(self) -> None:
         if not self.slow:
             return await super().wait()
-        if not self._asleep:
+        # A lost session was replaced, without its lock.
+        if not self._asleep or self._listening.closed:
             self._asleep = self._locked = await self._thread.use(self._lock)
             if self._asleep:
                 return None
