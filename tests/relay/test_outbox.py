@@ -161,7 +161,7 @@ def test_unit_of_a_row_that_was_deleted_is_not_used_again(kind: Place, outbox: O
         assert between.unit < last.unit
 
 
-def test_own_sessions_see_only_what_is_committed(kind: Place, outbox: Outbox) -> None:
+def test_own_sessions_do_not_see_open_transactions(kind: Place, outbox: Outbox) -> None:
     """Also where the server's default is READ UNCOMMITTED."""
     uncommitted = "?init_command=SET SESSION tx_isolation='READ-UNCOMMITTED'"
     database = from_url(kind.url + uncommitted * (kind.dialect.name == "mariadb"))

@@ -312,7 +312,7 @@ MARIADB = Dialect(
     keyed="",
     limits=(
         "SET innodb_lock_wait_timeout = {lock_s}, idle_transaction_timeout = {idle_s}, "
-        # What is not committed is nothing to act upon.
+        # Uncommitted rows may never become true.
         "tx_isolation = IF(@@tx_isolation = 'READ-UNCOMMITTED', 'READ-COMMITTED', @@tx_isolation)",
     ),
     in_transaction="SELECT @@in_transaction OR NOT @@autocommit",
