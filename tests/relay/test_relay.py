@@ -188,6 +188,7 @@ async def test_a_refused_row_waits_with_its_key_and_its_unit_while_others_contin
     assert len(read_topics(shop.bootstrap, [missing])) == 1
 
 
+@pytest.mark.rule(49)
 async def test_a_long_unit_waits_whole_and_goes_without_expired_rows(
     shop: Shop, small_pages: int
 ) -> None:

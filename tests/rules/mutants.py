@@ -63,6 +63,7 @@ class Mutant(NamedTuple):
             ),
             *(
                 "kafka/test_delivering",
+                "relay/test_relay.py",
                 "test_partition.py",
                 "test_member.py",
                 "test_group_offsets",
