@@ -39,7 +39,7 @@ BEGIN;
 WITH made AS (
     SELECT extract(epoch FROM clock_timestamp()) || '-' || :client_id || '-' || :one AS key),
   placed AS (INSERT INTO orders SELECT key, 'placed' FROM made)
-INSERT INTO outbox (key, value) SELECT key, repeat('x', {size}) FROM made;
+{message} FROM made;
 COMMIT;
 """
 _OLDEST = f"SELECT number, key, value FROM outbox ORDER BY number LIMIT {ROWS};"
@@ -56,7 +56,8 @@ class PostgresOutbox:
         f"relay that polls every {POLL_S * 1000:.0f} ms, at least once; synchronous_commit off"
     )
 
-    order = _ORDER
+    message = "INSERT INTO outbox (key, value) SELECT key, repeat('x', {size})"
+    """SQL that stores the message of an order `made`."""
     wal_level = "replica"
 
     def __init__(self) -> None:
@@ -93,7 +94,7 @@ class PostgresOutbox:
         ):
             uvloop.run(create_topics(kafka.bootstrap, [TOPIC]))
             script = folder / "order.sql"
-            script.write_text(self.order.format(size=plan.size))
+            script.write_text(_ORDER.format(message=self.message.format(size=plan.size)))
             self.prepare(sockets)
             for in_flight in plan.in_flight:
                 services = _Services(sockets, script, in_flight, folder)

@@ -26,28 +26,6 @@ SELECT pg_current_wal_flush_lsn() - confirmed_flush_lsn FROM pg_replication_slot
 _UNREAD_BYTES = 100_000
 """Other WAL than that of orders."""
 _ORDERS = "CREATE TABLE orders (id text PRIMARY KEY, state text NOT NULL)"
-# A key begins with its time of creation, from which the latency is computed.
-_ORDER = """
-\\set one random(1, 1000000000000)
-BEGIN;
-WITH made AS (
-    SELECT extract(epoch FROM clock_timestamp()) || '-' || :client_id || '-' || :one AS key),
-  placed AS (INSERT INTO orders SELECT key, 'placed' FROM made)
-INSERT INTO txbroker_outbox (topic, message_key, message_value)
-  SELECT 'outbox', convert_to(key, 'UTF8'), convert_to(repeat('x', {size}), 'UTF8') FROM made;
-COMMIT;
-"""
-_EMITTED = """
-\\set one random(1, 1000000000000)
-BEGIN;
-WITH made AS (
-    SELECT extract(epoch FROM clock_timestamp()) || '-' || :client_id || '-' || :one AS key),
-  placed AS (INSERT INTO orders SELECT key, 'placed' FROM made)
-SELECT pg_logical_emit_message(true, 'txbroker',
-  '[{{"topic": "outbox", "key": "' || key || '", "value": "' || repeat('x', {size}) || '"}}]')
-  FROM made;
-COMMIT;
-"""
 
 
 class RelayedSqlite(SqliteOutbox):
@@ -89,7 +67,10 @@ class RelayedPostgres(PostgresOutbox):
         "an order and its message inserted in one local transaction by pgbench, published by "
         "`txbroker outbox relay`, exactly once; synchronous_commit off"
     )
-    order = _ORDER
+    message = (
+        "INSERT INTO txbroker_outbox (topic, message_key, message_value) SELECT 'outbox', "
+        "convert_to(key, 'UTF8'), convert_to(repeat('x', {size}), 'UTF8')"
+    )
 
     def prepare(self, sockets: Path) -> None:
         Outbox(Postgres(_url(sockets))).create()
@@ -116,7 +97,10 @@ class EmittedPostgres(RelayedPostgres):
         "an order inserted and its message emitted in one local transaction by pgbench, published "
         "by `txbroker capture run`, exactly once; synchronous_commit off"
     )
-    order = _EMITTED
+    message = (
+        """SELECT pg_logical_emit_message(true, 'txbroker', '[{{"topic": "outbox", "key": "' """
+        """|| key || '", "value": "' || repeat('x', {size}) || '"}}]')"""
+    )
     wal_level = "logical"
 
     def prepare(self, sockets: Path) -> None:

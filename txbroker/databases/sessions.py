@@ -287,7 +287,7 @@ def _driver_of(connection: Any) -> str:
 
 
 class HandlerFailed(Exception):
-    """The handler raised an error, whatever its class.
+    """The handler raised an error, of any class.
 
     Attributes:
         session_lost: the connection that it received cannot be used any more.
