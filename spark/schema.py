@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
+from txbroker.contract.drift import Severity
+
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
@@ -108,11 +110,16 @@ change this row without a fault: the next run judges it again.
 
 
 class Kind(NamedTuple):
-    """A kind of finding, as reports and metrics show it."""
+    """A kind of finding, as reports, tables and metrics show it.
+
+    `severity`: `critical` where consumers may act on wrong or missing messages, `error` where a rule
+    was broken without that, `warning` where it may pass.
+    """
 
     name: str
     title: str
     meaning: str
+    severity: Severity = "critical"
 
 
 KINDS = (
@@ -133,23 +140,63 @@ KINDS = (
     Kind("not_kept", "Not kept whole", "parked or refused, and the copy is not whole"),
     Kind("body_changed", "Body changed", "key or value differ from the prepared ones"),
     Kind("headers_changed", "Headers changed", "headers differ from the prepared ones"),
-    Kind("timestamp_changed", "Timestamp changed", "the timestamp differs from the prepared one"),
+    Kind(
+        "timestamp_changed",
+        "Timestamp changed",
+        "the timestamp differs from the prepared one",
+        "error",
+    ),
     Kind("wrong_target", "Wrong target", "visible in another topic or partition than prepared"),
-    Kind("out_of_order", "Out of order", "visible in another order than its key was decided in"),
-    Kind("too_many_attempts", "Too many attempts", "checked more often than its policy allows"),
-    Kind("check_too_early", "Check too early", "checked before its time, unasked"),
-    Kind("contrary_markers", "Contrary markers", "visible messages follow another than the first"),
-    Kind("marker_without_half", "Marker without half", "a marker's half message does not exist"),
-    Kind("late", "Committed, not visible: late", "not visible although its decision is old"),
-    Kind("target_unreadable", "Target not readable", "committed, but its target was not readable"),
-    Kind("overdue", "Overdue, never checked", "undecided, and never checked"),
+    Kind(
+        "out_of_order",
+        "Out of order",
+        "visible in another order than its key was decided in",
+        "error",
+    ),
+    Kind(
+        "too_many_attempts",
+        "Too many attempts",
+        "checked more often than its policy allows",
+        "error",
+    ),
+    Kind("check_too_early", "Check too early", "checked before its time, unasked", "warning"),
+    Kind(
+        "contrary_markers",
+        "Contrary markers",
+        "visible messages follow another than the first",
+        "error",
+    ),
+    Kind(
+        "marker_without_half",
+        "Marker without half",
+        "a marker's half message does not exist",
+        "error",
+    ),
+    Kind(
+        "late",
+        "Committed, not visible: late",
+        "not visible although its decision is old",
+        "warning",
+    ),
+    Kind(
+        "target_unreadable",
+        "Target not readable",
+        "committed, but its target was not readable",
+        "warning",
+    ),
+    Kind("overdue", "Overdue, never checked", "undecided, and never checked", "warning"),
 )
 """Every kind of drift of one transaction, the gravest first."""
 KIND_NAMES = tuple(kind.name for kind in KINDS)
 TOPIC_KINDS = (
     # Not found by judging one transaction. `unreadable` counts records.
-    Kind("unreadable", "Own record unreadable", "unreadable records of txbroker in its own topics"),
-    Kind("target_missing", "Target missing", "committed to a topic that does not exist"),
+    Kind(
+        "unreadable",
+        "Own record unreadable",
+        "unreadable records of txbroker in its own topics",
+        "error",
+    ),
+    Kind("target_missing", "Target missing", "committed to a topic that does not exist", "error"),
 )
 """Kinds of drift that concern topics."""
 BUSINESS_KINDS = (

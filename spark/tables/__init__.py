@@ -1,0 +1,1 @@
+"""Tables that audits keep: transactions, attempts, drift, runs and latency."""
