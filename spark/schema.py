@@ -112,8 +112,8 @@ change this row without a fault: the next run judges it again.
 class Kind(NamedTuple):
     """A kind of finding, as reports, tables and metrics show it.
 
-    `severity`: `critical` where consumers may act on wrong or missing messages, `error` where a rule
-    was broken without that, `warning` where it may pass.
+    `severity`: `critical` where consumers may act on wrong or missing messages, `error` where a
+    rule was broken without that, `warning` where it may pass.
     """
 
     name: str
