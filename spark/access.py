@@ -22,6 +22,7 @@ from txbroker.contract.audit import (
     STREAM_KEY,
     TAKEN_TOPICS_MAX,
     AuditNews,
+    CheckNews,
     UnreadRecord,
     encode_news,
 )
@@ -114,6 +115,14 @@ class AuditKafka:
             raise _clockless(names.audit)
         return at_ms
 
+    def offsets_at(self, topics: Mapping[str, int], time_ms: int) -> dict[str, tuple[int, ...]]:
+        """Return the first offset with this timestamp or a later one, else the end, of each
+        partition. `topics`: their numbers of partitions."""
+        try:
+            return _run(self._offsets_at(topics, time_ms))
+        except KafkaUnavailable as error:
+            raise AuditError(f"offsets cannot be read from Kafka: {error}") from None
+
     def some(self, topic: str, partition: int, position: int, end: int) -> tuple[list[Record], int]:
         """Return committed records from an offset on, some tens of MiB, and the next offset."""
         try:
@@ -122,6 +131,12 @@ class AuditKafka:
             raise AuditError(
                 f"topic {topic} cannot be read: {error}. Run the audit again"
             ) from None
+
+    async def _offsets_at(
+        self, topics: Mapping[str, int], time_ms: int
+    ) -> dict[str, tuple[int, ...]]:
+        async with AuditAccess(self.settings) as access:
+            return await access.offsets_at(topics, time_ms)
 
     async def _tick(self, audit_topic: str) -> int:
         async with KafkaAuditWriter(self.settings) as writer:
@@ -258,10 +273,10 @@ def news_of(summary: RunSummary, unpublished: Sequence[RunSummary] = ()) -> Audi
     kinds = dict.fromkeys((kind.name for kind in (*KINDS, *TOPIC_KINDS)), 0)
     if summary.business:
         kinds |= dict.fromkeys((kind.name for kind in BUSINESS_KINDS), 0)
-    drift = {**kinds, **summary.drift}
+    drift = {**kinds, **summary.open_drift}
     for run in unpublished:
-        for kind in run.drift.keys() - _FOUND_AGAIN:
-            drift[kind] = max(drift.get(kind, 0), run.drift[kind])
+        for kind in run.open_drift.keys() - _FOUND_AGAIN:
+            drift[kind] = max(drift.get(kind, 0), run.open_drift[kind])
     most = sorted(summary.taken.items(), key=lambda item: (-item[1], item[0]))
     return AuditNews(
         run=summary.run,
@@ -282,6 +297,9 @@ def news_of(summary: RunSummary, unpublished: Sequence[RunSummary] = ()) -> Audi
             for record in summary.set_aside
         ],
         missing_targets=dict(summary.missing_targets),
+        stream=summary.stream,
+        acknowledged=summary.acknowledged,
+        checks=[CheckNews(one.name, one.severity, one.ok is not False) for one in summary.checks],
     )
 
 

@@ -20,7 +20,7 @@ from msgspec import Struct
 from txbroker.core.routing import make_id
 from txbroker.errors import ConfigurationError
 from txbroker.spark.jdbc import FETCH_ROWS, driver_class, ranges
-from txbroker.spark.schema import Terms
+from txbroker.spark.schema import BUSINESS_KINDS, Terms
 
 if TYPE_CHECKING:
     from pyspark import StorageLevel
@@ -95,10 +95,10 @@ def compare(
         half_partitions: number of parallel reads of a table.
 
     Returns:
-        Ids and kinds of the findings, and counts: of both findings; of `rows`; of those that are
-        not compared: `rows_open` (their transaction is not settled), `rows_young` (too young to
-        judge), `rows_gone` (retention removed the evidence) and `rows_without_id` (null, or no
-        transaction's id).
+        The findings, columns as in `judged.FOUND`, and counts: of both findings; of `rows`; of
+        those that are not compared: `rows_open` (their transaction is not settled), `rows_young`
+        (too young to judge), `rows_gone` (retention removed the evidence) and `rows_without_id`
+        (null, or no transaction's id).
     """
     from pyspark import StorageLevel
     from pyspark.sql import DataFrame
@@ -116,12 +116,15 @@ def compare(
         "grp",
         F.arrays_overlap("findings", F.array(F.lit("late"), F.lit("lost"))).alias("overdue"),
         (F.size("places") > 0).alias("visible"),
+        F.get("places", F.lit(0)).alias("place"),
         F.coalesce("decided_at_ms", "prepared_at_ms").alias("decided_ms"),
     )
     joined = rows.join(known, "id", "full_outer").withColumn("id_ms", id_time_ms(F.col("id")))
     kind = _kind(business, terms, known_from_ms)
-    compared = joined.select("id", kind.alias("kind"), F.coalesce("rows", F.lit(0)).alias("rows"))
-    compared = compared.where("kind IS NOT NULL")
+    compared = joined.select(
+        *("id", kind.alias("kind"), "grp", "place.topic", "place.partition", "place.offset"),
+        F.coalesce("rows", F.lit(0)).alias("rows"),
+    ).where("kind IS NOT NULL")
     keep = keep or DataFrame.persist
     compared = keep(compared, StorageLevel.DISK_ONLY)
     with _readable(business):
@@ -129,7 +132,9 @@ def compare(
             F.count("*").alias("ids"), F.sum("rows").alias("rows")
         )
         counts = _counts(counted.collect())
-    return compared.where(F.col("kind").isin(*FINDINGS)).select("id", "kind"), counts
+    findings = compared.where(F.col("kind").isin(*FINDINGS)).drop("rows")
+    meanings = [F.lit(text) for each in BUSINESS_KINDS for text in (each.name, each.meaning)]
+    return findings.withColumn("why", F.create_map(*meanings)[F.col("kind")]), counts
 
 
 def _kind(business: BusinessTable, terms: Terms, known_from_ms: int) -> "Column":

@@ -1,15 +1,14 @@
 """An audit's files below its output folder, on any file system that Hadoop knows.
 
-    verdicts/run=RUN/day=DAY/verdict=VERDICT   the verdicts of a run
-    facts/run=RUN/TABLE                        the run's facts
-    carry/run=RUN                              its state for the next run
-    business/run=RUN                           ids with or without a row of the business
+    verdicts/run=RUN/verdict=VERDICT   the verdicts of a run, until they are in the tables
+    facts/run=RUN/TABLE                the run's facts
+    carry/run=RUN                      its state for the next run
 
 A folder counts once the run's entry is in the journal; until then it is incomplete. Every function
 raises a `ConfigurationError` where the file system does not answer or refuses.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from txbroker.errors import ConfigurationError
-from txbroker.spark.schema import VERDICT
+from txbroker.spark.schema import BROKEN, VERDICT, no_rows
 from txbroker.spark.session import setting
 
 
@@ -39,13 +38,9 @@ class Folders(Struct, frozen=True):
         """Return the folder of a run's state for the next run."""
         return self._of("carry", run)
 
-    def business(self, run: str) -> str:
-        """Return the folder of a run's findings about the business."""
-        return self._of("business", run)
-
     def all_of(self, run: str) -> tuple[str, ...]:
         """Return all folders of a run."""
-        kinds = (self.verdicts, self.facts, self.carry, self.business)
+        kinds = (self.verdicts, self.facts, self.carry)
         return tuple(folder(run) for folder in kinds)
 
     def _of(self, kind: str, run: str) -> str:
@@ -56,6 +51,12 @@ def remove(spark: SparkSession, path: str) -> None:
     """Remove a folder with its contents, if it exists."""
     with _located(spark, path) as (where, files):
         files.delete(where, True)
+
+
+def make(spark: SparkSession, path: str) -> None:
+    """Create a folder, with those above it."""
+    with _located(spark, path) as (where, files):
+        files.mkdirs(where)
 
 
 def exists(spark: SparkSession, path: str) -> bool:
@@ -80,6 +81,13 @@ def names_in(spark: SparkSession, path: str) -> list[str]:
         return [str(status.getPath().getName()) for status in found]
 
 
+def sizes_in(spark: SparkSession, path: str) -> dict[str, int]:
+    """Return the data files in a folder, each with its size in bytes."""
+    with _located(spark, path) as (where, files):
+        found = {str(s.getPath().getName()): int(s.getLen()) for s in files.listStatus(where)}
+    return {name: size for name, size in found.items() if not name.startswith((".", "_"))}
+
+
 def replace(spark: SparkSession, path: str, old: str) -> None:
     """Move a folder to the place of another one, which is removed."""
     remove(spark, old)
@@ -90,6 +98,18 @@ def replace(spark: SparkSession, path: str, old: str) -> None:
         raise ConfigurationError(f"the output folder cannot be used: {path} cannot be renamed")
 
 
+def move(spark: SparkSession, source: str, target: str) -> None:
+    """Move the files of a folder into another one, which is created."""
+    jvm: Any = spark.sparkContext._jvm
+    with _located(spark, target) as (into, files):
+        files.mkdirs(into)
+        for status in files.listStatus(jvm.org.apache.hadoop.fs.Path(source)):
+            if not files.rename(status.getPath(), into):
+                raise ConfigurationError(
+                    f"the output folder cannot be used: {status.getPath()} cannot be renamed"
+                )
+
+
 def write_bytes(spark: SparkSession, path: str, content: bytes) -> None:
     """Write a small file."""
     with _located(spark, path) as (where, files):
@@ -98,6 +118,22 @@ def write_bytes(spark: SparkSession, path: str, content: bytes) -> None:
             stream.write(bytearray(content))
         finally:
             stream.close()
+
+
+def write_whole(spark: SparkSession, path: str, content: bytes) -> None:
+    """Write a small file, in place of an older one, so that a reader never sees a part of it."""
+    jvm: Any = spark.sparkContext._jvm
+    gateway: Any = spark.sparkContext._gateway
+    fresh = f"{path}.new"
+    write_bytes(spark, fresh, content)
+    with _located(spark, path) as (where, files):
+        hadoop = jvm.org.apache.hadoop.fs
+        overwrite = gateway.new_array(getattr(hadoop, "Options$Rename"), 1)
+        overwrite[0] = getattr(hadoop, "Options$Rename").OVERWRITE
+        context = hadoop.FileContext.getFileContext(files.getUri(), files.getConf())
+        context.rename(
+            files.makeQualified(hadoop.Path(fresh)), files.makeQualified(where), overwrite
+        )
 
 
 def read_bytes(spark: SparkSession, path: str) -> bytes | None:
@@ -128,58 +164,22 @@ def _located(spark: SparkSession, path: str) -> Iterator[tuple[Any, Any]]:
         ) from None
 
 
-PARTITIONED_BY = ("day", "verdict")
-_DAYS_AS_THEY_COME = 3
-"""Up to this number of days are written without a second shuffle."""
-_WRITERS = "spark.sql.maxConcurrentOutputFileWriters"
-_WRITERS_MAX = 64
-"""Files that a task keeps open before it sorts its rows by folder: those of three days."""
+def write_verdicts(rows: DataFrame, folders: Folders, run: str) -> None:
+    """Write a run's verdicts, by verdict, so that findings are read without all others.
 
-
-def write_verdicts(rows: DataFrame, folders: Folders, run: str, days: int) -> None:
-    """Write a run's verdicts, by day and verdict.
-    Every task writes a file into each folder that it has rows for. Where that would be too many,
-    rows are redistributed first, so that one task has most of a folder but no more rows than
-    others.
-
-    Args:
-        rows: columns as in `schema.VERDICT`; `run` is ignored.
-        days: approximate number of days.
+    `rows`: columns as in `schema.VERDICT`; `run` is ignored.
     """
-    rows = rows.drop("run")
-    if days > _DAYS_AS_THEY_COME:
-        rows = rows.hint("rebalance", *PARTITIONED_BY)
-    with setting(rows.sparkSession, _WRITERS, str(_WRITERS_MAX)):
-        rows.write.partitionBy(*PARTITIONED_BY).parquet(folders.verdicts(run))
+    # A task keeps a file of each verdict open; otherwise Spark would sort its rows by verdict.
+    with setting(rows.sparkSession, "spark.sql.maxConcurrentOutputFileWriters", "32"):
+        rows.drop("run").write.partitionBy("verdict").parquet(folders.verdicts(run))
 
 
-def read_verdicts(spark: SparkSession, out: str, runs: Iterable[str]) -> DataFrame:
-    """Return the verdicts of runs; columns as in `schema.VERDICT`.
-
-    Args:
-        out: the output folder, a path or URI.
-        runs: names of runs in the journal; folders of other runs are incomplete. Runs with a
-            deleted folder are left out.
-    """
-    folders = Folders(out)
-    paths = [path for path in map(folders.verdicts, runs) if exists(spark, path)]
-    if not paths:
-        return spark.createDataFrame([], VERDICT)
-    base = paths[0].rpartition("/")[0]
-    rows = spark.read.schema(VERDICT).option("basePath", base).parquet(*paths)
-    return rows.select(*spark.createDataFrame([], VERDICT).columns)
+def read_broken(spark: SparkSession, folders: Folders, run: str) -> DataFrame:
+    """Return the unreadable records of a run; columns as in `schema.BROKEN`."""
+    return spark.read.schema(BROKEN).parquet(f"{folders.facts(run)}/broken")
 
 
-def current_verdicts(spark: SparkSession, out: str, runs: Iterable[str]) -> DataFrame:
-    """Return the valid verdict of each transaction: that of the newest of these runs.
-    Where that is `gone`, retention has removed the evidence since, and an earlier run's verdict
-    wins."""
-    rows = read_verdicts(spark, out, runs)
-    row, run = F.struct(*rows.columns), F.col("run")
-    ended = ~F.col("verdict").isin("gone", "pending", "committed")
-    candidates = rows.groupBy("id").agg(
-        F.max_by(row, run).alias("newest"), F.max_by(row, F.when(ended, run)).alias("ended")
-    )
-    newest = F.col("newest")
-    counts = F.when(newest["verdict"] != "gone", newest).otherwise(F.coalesce("ended", newest))
-    return candidates.select(counts.alias("row")).select("row.*")
+def read_verdicts(spark: SparkSession, folders: Folders, run: str) -> DataFrame:
+    """Return the verdicts of a run; columns as in `schema.VERDICT`."""
+    rows = spark.read.schema(VERDICT).parquet(folders.verdicts(run))
+    return rows.withColumn("run", F.lit(run)).select(*no_rows(spark, VERDICT).columns)

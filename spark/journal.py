@@ -1,11 +1,12 @@
 """The audit's journal: one SQLite file with the result of every run.
 A row for each run holds the whole summary as JSON, beside plain columns for `sqlite3` and
 Datasette; two more tables hold drift by kind, and examples. Another names the runs that the proxies
-do not know yet. A run's rows are written in one transaction, so several processes may share a file.
+do not know yet, and one holds acknowledgements. A run's rows are written in one transaction, so
+several processes may share a file.
 """
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ import sqlite_utils
 from sqlite_utils.db import Table
 
 from txbroker.errors import ConfigurationError
-from txbroker.spark.schema import RunSummary
+from txbroker.spark.schema import Acknowledgement, RunSummary
 
 JOURNAL_FILE = "audit.db"
 JOURNAL_VERSION = 1
@@ -58,20 +59,27 @@ class Journal:
             db.conn.commit()
 
     def unpublished(self) -> list[RunSummary]:
-        """Return the batch runs with drift that were not published yet, the oldest first."""
-        which = "where drift > 0 and run in (select run from untold) order by run"
+        """Return the batch runs that were not published yet and found drift, or changed the life of
+        a finding; the oldest first."""
+        some = "(drift > 0 or json_extract(summary, '$.changed_findings') > 0)"
+        which = f"where {some} and run in (select run from untold) order by run"
         return self._select(which, needs="untold")
 
-    def mark_published(self, run: str) -> None:
-        """Note that a run, and all before it, were published to the proxies."""
+    def mark_published(self, run: str, *, alone: bool = False) -> None:
+        """Note that a run was published, and all runs before it unless `alone`."""
         with self._opened() as db:
             if "untold" in db.table_names():
-                db.execute("delete from untold where run <= ?", [run])
+                db.execute(f"delete from untold where run {'=' if alone else '<='} ?", [run])
                 db.conn.commit()
 
     def last(self) -> RunSummary | None:
         """Return the newest batch run, full or incremental, which the next one continues."""
         return next(iter(self._select(f"where {_BATCH} order by run desc limit 1")), None)
+
+    def newest(self) -> RunSummary | None:
+        """Return the newest run of any mode but `stream`."""
+        which = "where mode <> 'stream' order by run desc limit 1"
+        return next(iter(self._select(which)), None)
 
     def runs(self, limit: int = 50) -> list[RunSummary]:
         """Return the newest runs of all modes, the newest first."""
@@ -80,6 +88,39 @@ class Journal:
     def get(self, run: str) -> RunSummary | None:
         """Return a run by name, None where there is none."""
         return next(iter(self._select("where run = ?", run)), None)
+
+    # --- acknowledgements ---------------------------------------------------------------------
+
+    def acknowledge(self, findings: Iterable[Acknowledgement]) -> None:
+        """Store acknowledgements; one of the same finding is replaced."""
+        with self._opened() as db:
+            db.execute("begin immediate")
+            self._make_tables(db)
+            rows = map(msgspec.to_builtins, findings)
+            _table(db, "acknowledged").insert_all(rows, replace=True)
+            db.conn.commit()
+
+    def acknowledged(self, after_ms: int = 0) -> list[Acknowledgement]:
+        """Return the acknowledgements that end after a time, ms since 1970."""
+        rows = self._rows("acknowledged", "where until_ms > ? order by until_ms, id, grp", after_ms)
+        return [msgspec.convert(row, Acknowledgement) for row in rows]
+
+    def withdraw(self, id: str, grp: str, kinds: Sequence[str]) -> int:
+        """Remove the acknowledgements of a transaction or group, all without `kinds`; return their
+        number."""
+        found = [one for one in self.acknowledged() if (one.id, one.grp) == (id, grp)]
+        removed = [one for one in found if not kinds or one.kind in kinds]
+        if removed:
+            with self._opened() as db:
+                for one in removed:
+                    _table(db, "acknowledged").delete((id, grp, one.kind))
+                db.conn.commit()
+        return len(removed)
+
+    def shown_findings(self, id: str) -> frozenset[str]:
+        """Return the kinds of findings that the examples of runs show of a transaction."""
+        rows = self._rows("examples", "where id = ?", id)
+        return frozenset(kind for row in rows for kind in row["findings"].split(", "))
 
     # --- the file ----------------------------------------------------------------------------
 
@@ -91,6 +132,16 @@ class Journal:
                 return []
             rows = db.execute(f"select run, summary from runs {which}", values).fetchall()
         return [self._decode(*row) for row in rows]
+
+    def _rows(self, table: str, which: str, *values: Any) -> list[dict[str, Any]]:
+        if not self.path.exists():
+            return []
+        with self._opened() as db:
+            if table not in db.table_names():
+                return []
+            found = db.execute(f"select * from {table} {which}", values)
+            names = [column[0] for column in found.description]
+            return [dict(zip(names, row, strict=True)) for row in found]
 
     def _decode(self, run: str, summary: str) -> RunSummary:
         try:
@@ -146,6 +197,9 @@ class Journal:
         if "untold" not in db.table_names():
             # Runs from an earlier txbroker count as published.
             _table(db, "untold").create({"run": str}, pk="run")
+        if "acknowledged" not in db.table_names():
+            columns = Acknowledgement.__annotations__
+            _table(db, "acknowledged").create(columns, pk=("id", "grp", "kind"))
         if _version(db):
             return
         _table(db, "runs").create(

@@ -4,14 +4,16 @@ Tables are given as Spark DDL, so that this module needs no Spark. No table hold
 are compared by 64-bit hashes. Times are milliseconds since 1970 by the brokers' clocks.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
+from txbroker.contract.audit import StreamFigures
 from txbroker.contract.drift import Severity
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
 HALF = """
     id string, id_ms bigint, partition int, offset bigint, at_ms bigint, clock_ms bigint,
@@ -62,6 +64,11 @@ as in `HALF`, and when its first check was due; null in a tombstone."""
 
 TABLES = {"half": HALF, "op": OP, "visible": VISIBLE, "parked": PARKED}
 """The tables of facts."""
+
+
+def no_rows(spark: "SparkSession", ddl: str) -> "DataFrame":
+    """Return an empty table, which Spark drops from a plan without a job."""
+    return spark.sql(f"SELECT row.* FROM (SELECT CAST(NULL AS STRUCT<{ddl}>) AS row) WHERE false")
 
 
 class Facts(NamedTuple):
@@ -246,6 +253,39 @@ class Terms(Struct, frozen=True):
     overdue_after_ms: int = 86_400_000
 
 
+_END_OF_TIME_MS = 1 << 48
+"""No transaction id holds a later time."""
+_MARGIN_MS = 600_000
+"""Brokers' clocks differ by less, and a half message of several records takes less to append."""
+
+
+class Part(Struct, frozen=True):
+    """A part of an installation's transactions, which a run judges without the others.
+
+    Attributes:
+        from_ms, to_ms: those prepared from the first time on and before the second, by the log
+            clock. Without a half message the decision's time counts, else the time in the id.
+        topics: those with a message for one of these targets; all of them if empty.
+        groups: those of these producer groups; all of them if empty.
+    """
+
+    from_ms: int = 0
+    to_ms: int = _END_OF_TIME_MS
+    topics: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+
+    def read_from_ms(self, terms: Terms) -> int:
+        """Return the append time of the first record on which a verdict may depend: for one dedup
+        window, another transaction may have held a `dedup_key`, and for another one before it."""
+        return max(self.from_ms - 2 * terms.dedup_window_ms - _MARGIN_MS, 0)
+
+    def id_times_ms(self, terms: Terms) -> tuple[int, int]:
+        """Return the first and last time in the ids of these transactions, and of those that may
+        hold their `dedup_key`."""
+        margin_ms = terms.dedup_window_ms + _MARGIN_MS
+        return self.read_from_ms(terms) - margin_ms, self.to_ms + margin_ms
+
+
 class TopicRead(Struct, frozen=True):
     """How far a topic was read.
 
@@ -301,6 +341,36 @@ class SnapshotBounds(Struct, frozen=True):
     hours before. 0: an earlier version did not store it."""
 
 
+class TimeSpan(NamedTuple):
+    """A time span with both ends included, ms."""
+
+    first_ms: int
+    last_ms: int
+
+
+class TableCount(NamedTuple):
+    """Number of rows in a table, of rows with a `dedup_key`, and the times in their ids, if any."""
+
+    rows: int
+    keyed: int
+    span: TimeSpan | None
+
+
+class Extract(Struct, frozen=True):
+    """Facts, unreadable records, the snapshot bounds of both, and the counts of the facts by
+    table."""
+
+    facts: Facts
+    broken: "DataFrame"
+    cut: SnapshotBounds
+    read: Mapping[str, TableCount]
+
+    @property
+    def rows(self) -> int:
+        """Number of facts."""
+        return sum(table.rows for table in self.read.values())
+
+
 TEXT_MAX = 500
 """Maximum characters of a group or reason that are shown: a broken record may name a group that is
 longer than any of our records allows."""
@@ -325,6 +395,86 @@ class BrokenRecord(Struct, frozen=True):
     own: bool = False
 
 
+class Check(Struct, frozen=True):
+    """A limit that runs are compared with.
+
+    Attributes:
+        name: in results and metrics.
+        measure: a name of `checks.MEASURES`.
+        limit: seconds or a ratio.
+        group, topic: a pattern as `orders-*`: each that matches is compared with the limit, and the
+            worst counts. None: all transactions together.
+        hours: how far a measure of the table `latency` looks back; 0 for the others.
+    """
+
+    name: str
+    measure: str
+    limit: float
+    severity: Severity = "error"
+    group: str | None = None
+    topic: str | None = None
+    hours: int = 0
+
+    @property
+    def is_daily(self) -> bool:
+        """Whether the same hours of other days are compared."""
+        return self.measure.startswith("volume_")
+
+
+class Thresholds(Struct, frozen=True):
+    """Limits that runs are compared with.
+
+    Attributes:
+        exit_from: findings and failed checks from this severity on end a run with exit code 4.
+    """
+
+    checks: tuple[Check, ...] = ()
+    exit_from: Severity = "warning"
+
+
+class CheckResult(Struct, frozen=True):
+    """A check of a run.
+
+    Attributes:
+        name, severity, measure, limit: of the check, see `Check`.
+        value: None where there was nothing to compare.
+        ok: whether the value keeps the limit; None without a value.
+        of: the group or topic with the worst value; empty where all are measured together.
+    """
+
+    name: str
+    severity: Severity
+    measure: str
+    value: float | None
+    limit: float
+    ok: bool | None
+    of: str = ""
+
+
+class Acknowledgement(Struct, frozen=True):
+    """A known finding: until a date it stays visible, and is not counted as drift.
+
+    Attributes:
+        id: the transaction, or the position of an unreadable record; empty where `grp` is set.
+        grp: all transactions of a producer group; empty where `id` is set.
+        kind: of the finding.
+        by, why: who acknowledged it, and the reason.
+        at_ms, until_ms: from when, by the clock of that machine, and until when.
+    """
+
+    id: str
+    grp: str
+    kind: str
+    by: str
+    why: str
+    at_ms: int
+    until_ms: int
+
+    def covers(self, id: str, grp: str) -> bool:
+        """Return whether it concerns a transaction of a group."""
+        return id == self.id if self.id else grp == self.grp
+
+
 class Histogram(Struct, frozen=True):
     """Counts of values by bucket. `bounds`: upper bounds, ms; there is one count more than
     bounds."""
@@ -339,7 +489,7 @@ class RunSummary(Struct, frozen=True):
 
     Attributes:
         run: its name, which sorts by time.
-        mode: `full`, `incremental` or `stream`.
+        mode: `full`, `incremental`, `part`, `rejudged` or `stream`.
         started_ms, took_s: start by the clock of the machine that ran it, and duration.
         cut: the snapshot bounds.
         records: number of records read, by topic kind (half, op, visible, parked).
@@ -355,12 +505,19 @@ class RunSummary(Struct, frozen=True):
         taken: records that retention removed before they were read, by topic.
         examples: transactions with findings, a bounded number.
         pending_age: ages of the pending transactions.
-        decide_latency, visible_latency: prepare to decision, and decision to visible, by topic
-            (`topic:NAME`) and by group (`group:NAME`); a bounded number.
         business: business rows compared, where configured.
         terms: the terms of the judgement; None in old entries.
         strangers: records that came too late for a stream, which had forgotten their transactions:
             they were not judged.
+        part: the transactions that the run has judged; None: all of them.
+        stream: load and state of a stream.
+        oldest_undecided_ms: age of the oldest pending transaction; None without one.
+        acknowledged: how many of `drift` are acknowledged, by kind.
+        open_findings: open findings in the table `drift` after the run, by kind.
+        changed_findings: rows of that table that the run changed.
+        checks: the run compared with the limits of a file.
+        cost: what Spark spent on it until its tables were staged: `jobs`, `tasks`, `cpu_ms` (of
+            Java in tasks), `input_bytes`, `shuffle_bytes`, `spill_bytes` (on disk).
     """
 
     run: str
@@ -377,16 +534,41 @@ class RunSummary(Struct, frozen=True):
     taken: dict[str, int] = {}
     examples: tuple[Example, ...] = ()
     pending_age: Histogram | None = None
-    decide_latency: tuple[Histogram, ...] = ()
-    visible_latency: tuple[Histogram, ...] = ()
     business: dict[str, int] = {}
     terms: Terms | None = None
     strangers: int = 0
     set_aside: tuple[BrokenRecord, ...] = ()
     missing_targets: dict[str, int] = {}
     unread_targets: dict[str, str] = {}
+    part: Part | None = None
+    stream: StreamFigures | None = None
+    oldest_undecided_ms: int | None = None
+    acknowledged: dict[str, int] = {}
+    open_findings: dict[str, int] = {}
+    changed_findings: int = 0
+    checks: tuple[CheckResult, ...] = ()
+    cost: dict[str, int] = {}
+
+    @property
+    def continues(self) -> bool:
+        """Whether it is a batch that the next one continues, and that the proxies show."""
+        return self.mode in ("full", "incremental")
+
+    @property
+    def now_ms(self) -> int:
+        """The run's now, by the brokers' clocks; in old entries its start."""
+        return self.started_ms if self.terms is None else self.terms.now_ms
 
     @property
     def has_drift(self) -> bool:
-        """Whether a transaction did not end as it was decided."""
+        """Whether a transaction did not end as it was decided, acknowledged or not."""
         return any(self.drift.values())
+
+    @property
+    def open_drift(self) -> dict[str, int]:
+        """The number of findings of each kind without the acknowledged ones."""
+        return {
+            kind: count - self.acknowledged.get(kind, 0)
+            for kind, count in self.drift.items()
+            if count > self.acknowledged.get(kind, 0)
+        }

@@ -14,32 +14,47 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 from xml.sax.saxutils import quoteattr
 
+import msgspec
 from msgspec import Struct
 
 from txbroker.embedded.jars import DEFAULT_REPOSITORY, REPOSITORY_SETTING, cache_dir
 from txbroker.embedded.java import candidates, major_version
 from txbroker.errors import ConfigurationError, TxbrokerError, missing_extra
 from txbroker.spark import daemon
+from txbroker.spark.tables.formats import extensions
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-_COMPILE_LONG = "-XX:-DontCompileHugeMethods"
-"""Spark generates one long method for a wide row; by default Java would interpret it for ever."""
+_JAVA_OPTIONS = " ".join(
+    (
+        # Spark generates one long method for a wide row; by default Java interprets it for ever.
+        "-XX:-DontCompileHugeMethods",
+        # Compile a method again, optimized, only once it has run for a while: by default that takes
+        # more processor time than an audit of half a million transactions itself.
+        "-XX:Tier4InvocationThreshold=200000",
+        "-XX:Tier4MinInvocationThreshold=20000",
+        "-XX:Tier4CompileThreshold=2000000",
+        "-XX:Tier4BackEdgeThreshold=2000000",
+    )
+)
+_COLLECTOR = "-XX:+UseParallelGC"
+"""Java's default, G1, takes a tenth more processor time in a small audit. Java refuses two."""
 _DEFAULTS = {
-    "spark.executor.extraJavaOptions": _COMPILE_LONG,
+    "spark.executor.extraJavaOptions": _JAVA_OPTIONS,
     "spark.driver.memory": "2g",  # with 1g, a driver that does all the work spills early
     "spark.ui.enabled": "false",  # open no port by default
     "spark.ui.showConsoleProgress": "false",  # the audit draws its own
     "spark.sql.catalogImplementation": "in-memory",
+    "spark.sql.extensions": extensions(),
     # By default every expression sends Java its line of Python: a call each.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
     "spark.sql.session.timeZone": "UTC",
@@ -167,6 +182,7 @@ def _started(settings: SparkSettings, folder: Path) -> Iterator["SparkSession"]:
         try:
             with _variables(environment):
                 context = SparkContext(conf=_known_to(gateway, conf), gateway=gateway)
+            note_jars(conf, context.getConf().get("spark.jars", ""))
             spark = SparkSession(context)
         except Exception as error:
             raise ConfigurationError(why_not_started(master, error)) from None
@@ -216,9 +232,11 @@ def _conf(settings: SparkSettings, master: str, folder: Path) -> dict[str, str]:
     if settings.conf.get("spark.jars.packages"):
         packages = settings.conf["spark.jars.packages"]
         conf["spark.jars.packages"] = f"{coordinates(pyspark.__version__)},{packages}"
+    conf |= known_jars(conf)
     # The caller's options come last, so they win.
     given = settings.conf.get("spark.driver.extraJavaOptions", "")
-    options = (log_conf(settings.verbose, folder), _COMPILE_LONG, given)
+    collector = "" if re.search(r"-XX:\+Use\w+GC", given) else _COLLECTOR
+    options = (log_conf(settings.verbose, folder), _JAVA_OPTIONS, collector, given)
     conf["spark.driver.extraJavaOptions"] = " ".join(options).strip()
     return conf
 
@@ -238,6 +256,8 @@ def log_conf(verbose: bool, folder: Path) -> str:
 def launch_environment(master: str) -> dict[str, str | None]:
     """Return the environment variables that Spark's launcher reads."""
     variables: dict[str, str | None] = {"PYSPARK_SUBMIT_ARGS": None}
+    # Of the short process that assembles the command of Spark's.
+    variables["SPARK_LAUNCHER_OPTS"] = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
     home = java_home()
     variables["JAVA_HOME"] = None if home is None else str(home)
     if master.startswith("local"):
@@ -313,7 +333,7 @@ def _submitted(settings: SparkSettings) -> Iterator["SparkSession"]:
     except Exception as error:
         raise ConfigurationError(why_not_started(settings.master, error)) from None
     try:
-        if not _has_connector(spark):
+        if not has_class(spark, KAFKA_SOURCE):
             raise ConfigurationError(
                 "Spark has no Kafka connector: run spark-submit with --packages "
                 f"{coordinates(pyspark.__version__)}"
@@ -325,11 +345,12 @@ def _submitted(settings: SparkSettings) -> Iterator["SparkSession"]:
             spark.stop()
 
 
-def _has_connector(spark: "SparkSession") -> bool:
+def has_class(spark: "SparkSession", name: str) -> bool:
+    """Return whether Spark has loaded a package with this class."""
     jvm: Any = spark.sparkContext._jvm
     loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()
     try:
-        jvm.java.lang.Class.forName(KAFKA_SOURCE, False, loader)
+        jvm.java.lang.Class.forName(name, False, loader)
     except Exception:
         return False
     return True
@@ -384,19 +405,32 @@ def _unfit(java: Path) -> str | None:
 _PARTITIONS = "spark.sql.shuffle.partitions"
 ROWS_A_TASK = 200_000
 """Rows of facts in one task: about 100 MB at the widest, which a task sorts without spilling."""
+_ROWS_A_CORE = 20_000
+"""With fewer rows, another task costs more than it saves."""
+_COMPILED_FROM = 50_000
+"""For fewer rows, Spark evaluates expressions without compiling Java for each query."""
+_INTERPRETED = {
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+}
 
 
 @contextmanager
-def spread(spark: "SparkSession", rows: int) -> Iterator[None]:
-    """Cut shuffles in the block into as many tasks as suit the number of rows.
-    Spark's default of 200 is far too many for a small audit, where each task costs more than its
-    rows, and too few for a large one. Tables kept on disk are not coalesced later, so the number
-    has to be right from the start. A `spark.sql.shuffle.partitions` that Spark was started with
-    stays."""
-    if spark.sparkContext.getConf().contains(_PARTITIONS):
-        yield
-        return
-    with setting(spark, _PARTITIONS, str(tasks_for(rows, spark.sparkContext.defaultParallelism))):
+def spread(spark: "SparkSession", rows: int | None) -> Iterator[None]:
+    """Let queries in the block do what suits the number of rows; None: it is not known.
+
+    Shuffles are cut into as many tasks as suit them. Spark's default of 200 is far too many for a
+    small audit, where each task costs more than its rows, and too few for a large one. Tables kept
+    on disk are not coalesced later, so the number has to be right from the start. A
+    `spark.sql.shuffle.partitions` that Spark was started with stays.
+    """
+    fitting = _INTERPRETED if rows is not None and rows < _COMPILED_FROM else {}
+    if not spark.sparkContext.getConf().contains(_PARTITIONS):
+        tasks = tasks_for(rows, spark.sparkContext.defaultParallelism)
+        fitting = {**fitting, _PARTITIONS: str(tasks)}
+    with contextlib.ExitStack() as settings:
+        for name, value in fitting.items():
+            settings.enter_context(setting(spark, name, value))
         yield
 
 
@@ -414,9 +448,53 @@ def setting(spark: "SparkSession", name: str, value: str) -> Iterator[None]:
             spark.conf.set(name, was)
 
 
-def tasks_for(rows: int, cores: int) -> int:
-    """Return the number of tasks: at least one for each core."""
-    return max(cores, -(-rows // ROWS_A_TASK))
+def tasks_for(rows: int | None, cores: int) -> int:
+    """Return the number of tasks for a number of rows; None: one for each core."""
+    if rows is None:
+        return cores
+    return max(min(cores, 1 + rows // _ROWS_A_CORE), -(-rows // ROWS_A_TASK))
+
+
+COSTS = ("jobs", "tasks", "cpu_ms", "input_bytes", "shuffle_bytes", "spill_bytes")
+
+
+class RunCost:
+    """What Spark spends from now on, from the store of its web pages."""
+
+    def __init__(self, spark: "SparkSession") -> None:
+        self._context: Any = spark.sparkContext._jsc.sc()
+        self._jobs_before = {job.jobId() for job in self._jobs()}
+
+    def so_far(self) -> dict[str, int]:
+        """Return counts of Spark, by the names of `tables.layout.RUNS`.
+
+        A session keeps its last thousand jobs and stages.
+        """
+        jobs = [job for job in self._jobs() if job.jobId() not in self._jobs_before]
+        ids = {number for job in jobs for number in _items(job.stageIds())}
+        store = self._context.statusStore()
+        cost = dict.fromkeys(COSTS, 0) | {"jobs": len(jobs)}
+        for number in ids:
+            try:
+                stage = store.lastStageAttempt(number)
+            except Exception:  # the store has dropped it
+                continue
+            cost["tasks"] += stage.numCompleteTasks()
+            cost["cpu_ms"] += stage.executorCpuTime() // 1_000_000
+            cost["input_bytes"] += stage.inputBytes()
+            cost["shuffle_bytes"] += stage.shuffleWriteBytes()
+            cost["spill_bytes"] += stage.diskBytesSpilled()
+        return cost
+
+    def _jobs(self) -> Iterable[Any]:
+        # The store follows events, which Spark delivers later.
+        self._context.listenerBus().waitUntilEmpty()
+        return _items(self._context.statusStore().jobsList(None))
+
+
+def _items(sequence: Any) -> Iterator[Any]:
+    """Yield the items of a sequence of Scala."""
+    return (sequence.apply(number) for number in range(sequence.size()))
 
 
 MASTERS = ("yarn", "k8s://")
@@ -623,6 +701,10 @@ _IVY_SETTINGS = """\
 """
 
 
+_RESOLVED = "resolved.json"
+"""Names of jars by packages, in Ivy's folder."""
+
+
 def coordinates(spark_version: str) -> str:
     """Return the connector's Maven coordinates for a version of pyspark, as `4.0.0`."""
     release = re.match(r"\d+(?:\.\d+)*", spark_version)
@@ -644,6 +726,43 @@ def ivy_conf(spark_version: str, folder: Path) -> dict[str, str]:
         "spark.jars.ivy": str(ivy_dir()),
         "spark.jars.ivySettings": str(settings),
     }
+
+
+def known_jars(conf: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings that load the packages as an earlier start has resolved them, without
+    Ivy, which takes two to four processor seconds; empty where that is not known."""
+    jars = [ivy_dir() / "jars" / name for name in _resolved().get(_packages_of(conf), ())]
+    if not jars or not all(jar.exists() for jar in jars):
+        return {}
+    given = [conf["spark.jars"]] if conf.get("spark.jars") else []
+    return {"spark.jars": ",".join([*given, *map(str, jars)]), "spark.jars.packages": ""}
+
+
+def note_jars(conf: Mapping[str, str], loaded: str) -> None:
+    """Note which jars Ivy has resolved for the next start. `loaded`: `spark.jars` of Spark."""
+    folder, packages = ivy_dir() / "jars", _packages_of(conf)
+    names = [Path(urlsplit(jar).path) for jar in loaded.split(",")]
+    ours = [path.name for path in names if path.parent == folder]
+    if not conf["spark.jars.packages"] or not ours:
+        return
+    fresh = ivy_dir() / f"{_RESOLVED}.{os.getpid()}"
+    with contextlib.suppress(OSError):  # the next start asks Ivy again
+        fresh.write_bytes(msgspec.json.encode({**_resolved(), packages: ours}))
+        fresh.replace(ivy_dir() / _RESOLVED)
+
+
+def _packages_of(conf: Mapping[str, str]) -> str:
+    """Return all that decides which jars Ivy resolves, but for the repository."""
+    names = ("packages", "excludes", "ivy", "repositories")
+    return " ".join(conf.get(f"spark.jars.{name}", "") for name in names)
+
+
+def _resolved() -> dict[str, list[str]]:
+    try:
+        content = (ivy_dir() / _RESOLVED).read_bytes()
+        return msgspec.json.decode(content, type=dict[str, list[str]])
+    except (OSError, msgspec.MsgspecError):
+        return {}
 
 
 def repository() -> str:

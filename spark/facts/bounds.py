@@ -104,6 +104,14 @@ def to_end(read: TopicRead, now: TopicEnds) -> TopicRead:
     return msgspec.structs.replace(read, ends=ends)
 
 
+def from_positions(read: TopicRead, positions: Sequence[int]) -> TopicRead:
+    """Return a read that begins at these positions, or later."""
+    begins = zip(read.begins, positions, read.ends, strict=True)
+    return msgspec.structs.replace(
+        read, begins=tuple(min(max(begin, at), end) for begin, at, end in begins)
+    )
+
+
 def held(reads: Iterable[TopicRead], now: Mapping[str, TopicEnds]) -> tuple[str, ...]:
     """Return the partitions, as `topic-0`, that end in the same open transaction as when they were
     read; a successful promotion never stays open that long."""

@@ -5,21 +5,21 @@ is asked for first, so every marker below it has its half message below half's e
 for next; promoted records are read after that. Finally both logs are read on to their ends, so
 that every message seen in a target has its marker and its half message.
 
-Each topic is read once. Rows are written as they arrive, and rewritten only where the survey of a
-table finds a fault that no single record shows.
+Each topic is read once. Rows are written as they arrive and counted on the way, and rewritten only
+where a fault is found that no single record shows. A topic with nothing new needs no Spark job.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 
 import msgspec
 from msgspec import Struct
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame, SparkSession, Window
+from pyspark.sql import Column, DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
@@ -28,6 +28,7 @@ from txbroker.spark.access import AuditKafka, TopicEnds
 from txbroker.spark.facts.bounds import (
     OVERFLOW,
     find_far,
+    from_positions,
     held,
     read_on,
     read_target,
@@ -41,20 +42,23 @@ from txbroker.spark.facts.messages import (
     with_contents,
 )
 from txbroker.spark.facts.topics import TopicReader, count_of, in_words
-from txbroker.spark.folders import exists, names_in, remove, replace
-from txbroker.spark.schema import Facts, SnapshotBounds, Terms, TopicNames, TopicRead
+from txbroker.spark.folders import make, names_in, remove, replace
+from txbroker.spark.schema import (
+    Extract,
+    Facts,
+    Part,
+    SnapshotBounds,
+    TableCount,
+    Terms,
+    TimeSpan,
+    TopicNames,
+    TopicRead,
+    no_rows,
+)
 from txbroker.spark.session import spread
 
 _BROADCAST_ROWS_MAX = 500_000
 _CODEC = {"compression": "zstd", "parquet.compression.codec.zstd.level": "1"}
-
-
-class Extract(Struct, frozen=True):
-    """Facts, unreadable records, and the snapshot bounds of both."""
-
-    facts: Facts
-    broken: DataFrame
-    cut: SnapshotBounds
 
 
 def extract(
@@ -66,6 +70,7 @@ def extract(
     before: SnapshotBounds | None = None,
     keys_before: DataFrame | None = None,
     counted_from: SnapshotBounds | None = None,
+    part: Part | None = None,
 ) -> Extract:
     """Read all topics and write their facts into `folder`.
 
@@ -76,8 +81,10 @@ def extract(
             before `before`.
         counted_from: bounds of the last run, where this one reads everything again: records that
             retention removed are counted from there.
+        part: the transactions to judge; None: all.
     """
-    return _Extraction(spark, access, names, terms, folder, before, counted_from).run(keys_before)
+    extraction = _Extraction(spark, access, names, terms, folder, before, counted_from)
+    return extraction.run(keys_before, part)
 
 
 class _Extraction:
@@ -95,12 +102,16 @@ class _Extraction:
         self._reader = TopicReader(spark, access)
         self._terms, self._folder, self._before = terms, folder.rstrip("/"), before
         self._was, self._counted_from = _by_topic(before), _by_topic(counted_from)
+        self._written: dict[str, WrittenRows] = {}
 
-    def run(self, keys_before: DataFrame | None) -> Extract:
+    def run(self, keys_before: DataFrame | None, part: Part | None) -> Extract:
         spark, before, names = self._spark, self._before, self._names
+        self._part = part
         began_s = time.monotonic()
+        for name in (*Facts._fields, "broken"):
+            make(spark, self._path(name))
         op_early = self._access.own_ends(names.op)
-        half = self._read_on(self._access.own_ends(names.half))
+        (half,) = self._in_part(self._read_on(self._access.own_ends(names.half)))
         half_clock = LogClock.after(len(half.ends), () if before is None else before.half_clock_ms)
         self._write_half(half, half_clock, early=True)
 
@@ -114,7 +125,9 @@ class _Extraction:
 
         op_now = self._access.own_ends(names.op)
         # Records that retention removed in the meantime cannot be read.
-        op = self._read_on(msgspec.structs.replace(op_early, starts=op_now.starts))
+        (op,) = self._in_part(
+            self._read_on(msgspec.structs.replace(op_early, starts=op_now.starts))
+        )
         op = to_end(op, op_now)
         whole_half = to_end(half, self._access.own_ends(names.half))
         op_clock = LogClock.after(len(op.ends), () if before is None else before.op_clock_ms)
@@ -129,9 +142,6 @@ class _Extraction:
             op_clock_ms = self._settle_op(op_clock)
         self._settle_plain("parked", names.parked)
         self._settle_plain("visible", None)
-        if not exists(spark, self._path("broken")):
-            empty = spark.createDataFrame([], _types("broken"))
-            empty.write.parquet(self._path("broken"))
         cut = SnapshotBounds(
             whole_half,
             op,
@@ -145,7 +155,8 @@ class _Extraction:
             self._held(targets),
             asked_ms,
         )
-        return Extract(Facts(*map(self._table, Facts._fields)), self._table("broken"), cut)
+        read = {name: self._count(name) for name in Facts._fields}
+        return Extract(Facts(*map(self._table, Facts._fields)), self._table("broken"), cut, read)
 
     def _target_reads(self, half_clock: LogClock) -> tuple[TopicRead, ...]:
         topics = self._named(half_clock)
@@ -154,9 +165,27 @@ class _Extraction:
             topics |= set(self._before.named_late)
         ends = self._access.ends(topics)
         was, counted_from = self._was, self._counted_from
-        return tuple(
+        reads = [
             read_target(topic, ends.get(topic), was.get(topic), counted_from.get(topic))
             for topic in sorted(topics)
+        ]
+        timed = {topic for topic, now in ends.items() if now.append_time}
+        return self._in_part(*reads, timed=timed)
+
+    def _in_part(
+        self, *reads: TopicRead, timed: Container[str] | None = None
+    ) -> tuple[TopicRead, ...]:
+        """Return reads that skip the records before the part to judge.
+
+        `timed`: the topics whose timestamps are the brokers'; None: all of them.
+        """
+        part = self._part
+        if part is None or not part.from_ms:
+            return reads
+        known = {r.topic: len(r.ends) for r in reads if timed is None or r.topic in timed}
+        at = self._access.offsets_at(known, part.read_from_ms(self._terms))
+        return tuple(
+            from_positions(read, at[read.topic]) if read.topic in at else read for read in reads
         )
 
     def _held(self, targets: Sequence[TopicRead]) -> tuple[str, ...]:
@@ -173,14 +202,17 @@ class _Extraction:
         Void half messages do not count: any producer with access to the half topic can name
         anything in them. Those that are void by their `dedup_key` are not known yet.
         """
+        if "half" not in self._written:
+            return set()
         rows = self._raw("half")
         with in_words():
             # Where append times go back, the log clock may still place a row within the window.
-            if not rows.where("why IS NULL AND void = 'expired' AND clock_ms < id_ms").isEmpty():
+            if self._written["half"].early_ids:
                 surveyed = survey(rows, clock)
                 if surveyed.goes_back:
                     rows = self._void_by(rows, surveyed)
             rows = rows.where("why IS NULL AND void IS NULL").where(which)
+            rows = rows if self._part is None else half_of(rows, self._part)
             return {row["topic"] for row in rows.select("topic").distinct().collect()}
 
     def _read_on(self, now: TopicEnds) -> TopicRead:
@@ -218,10 +250,14 @@ class _Extraction:
         self, name: str, facts: Callable[[DataFrame], DataFrame], reads: Sequence[TopicRead]
     ) -> None:
         """Write a table as its topics are read, with `why` and the columns that settling needs."""
+        reads = [read for read in reads if count_of(read)]
+        if not reads:
+            return
         path = self._path(name)
         there = names_in(self._spark, path)
         try:
-            self._append(name, facts(self._reader.records(reads)))
+            with spread(self._spark, sum(map(count_of, reads))):
+                self._append(name, facts(self._reader.records(reads)))
         except (Py4JJavaError, PySparkException) as error:
             far = find_far(self._access, reads) if OVERFLOW in str(error) else {}
             if not far:
@@ -236,25 +272,35 @@ class _Extraction:
         columns = _types(name).names
         settling = [column for column in facts.columns if column not in columns]
         with in_words():
-            rows = facts.select(*columns, *settling)
-            rows.write.mode("append").options(**_CODEC).parquet(self._path(name))
+            self._store(name, facts.select(*columns, *settling), self._path(name))
+
+    def _store(self, name: str, rows: DataFrame, path: str) -> None:
+        """Append rows to the files of a table, and count them on the way."""
+        seen = Observation()
+        counts = [column.alias(count) for count, column in _counts(rows.columns).items()]
+        observed = rows.observe(seen, *counts)
+        observed.write.mode("append").options(**_CODEC).parquet(path)
+        found = WrittenRows(rows.schema, **seen.get)
+        before = self._written.get(name)
+        self._written[name] = found if before is None else before.with_more(found)
 
     # --- settling ----------------------------------------------------------------------------
 
     def _settle_half(self, clock: LogClock, keys_before: DataFrame | None) -> tuple[int, ...]:
         """Apply the rules that no single record decides; return the log clock at the end."""
-        rows = self._raw("half")
+        if "half" not in self._written:
+            return clock.begins
+        rows, written = self._raw("half"), self._written["half"]
         with in_words():
             surveyed = survey(rows, clock)
-            broken, keys = rows.agg(F.count("why"), F.count("dedup")).first() or (0, 0)
-            if broken:
+            if written.broken:
                 self._set_aside(rows, self._names.half)
-            changed = broken > 0 or surveyed.goes_back
+            changed = written.broken > 0 or surveyed.goes_back
             if surveyed.goes_back:
                 rows = self._void_by(rows, surveyed)
             rows = rows.where("why IS NULL")
             with ExitStack() as kept:
-                if keys:
+                if written.keyed:
                     voids = dedup_voids(rows, keys_before, self._terms.dedup_window_ms).persist()
                     kept.callback(voids.unpersist)
                     count = voids.count()
@@ -262,7 +308,6 @@ class _Extraction:
                     rows = _mark_void(rows, voids, count) if count else rows
                 if changed:
                     self._replace("half", rows)
-            surveyed.buckets.unpersist()
         return surveyed.ends
 
     def _void_by(self, rows: DataFrame, surveyed: ClockSurvey) -> DataFrame:
@@ -273,30 +318,29 @@ class _Extraction:
 
     def _settle_op(self, clock: LogClock) -> tuple[int, ...]:
         """Apply the rules that no single record decides; return the log clock at the end."""
-        rows = self._raw("op")
+        if "op" not in self._written:
+            return clock.begins
+        rows, written = self._raw("op"), self._written["op"]
         with in_words():
             surveyed = survey(rows, clock)
-            contents = F.count_if((F.col("contents_count") > 0) | F.col("content").isNotNull())
-            broken, contained = rows.agg(F.count("why"), contents).first() or (0, 0)
-            if broken:
+            if written.broken:
                 self._set_aside(rows, self._names.op)
             if surveyed.goes_back:
                 rows = with_clock(rows, surveyed)
             rows = rows.where("why IS NULL")
-            if contained:
+            if written.contents:
                 joined = with_contents(rows)
                 self._set_aside(joined.broken, self._names.op)
                 rows = joined.markers
-            if broken or contained or surveyed.goes_back:
+            if written.broken or written.contents or surveyed.goes_back:
                 self._replace("op", rows)
-            surveyed.buckets.unpersist()
         return surveyed.ends
 
     def _settle_plain(self, name: str, topic: str | None) -> None:
+        if name not in self._written or not self._written[name].broken:
+            return
         rows = self._raw(name)
         with in_words():
-            if rows.where("why IS NOT NULL").isEmpty():
-                return
             self._set_aside(rows, topic)
             self._replace(name, rows.where("why IS NULL"))
 
@@ -304,11 +348,12 @@ class _Extraction:
         """Write unreadable records to the table of broken records."""
         named = rows if topic is None else rows.withColumn("topic", F.lit(topic))
         broken = named.where("why IS NOT NULL").select(*_types("broken").names)
-        broken.write.mode("append").parquet(self._path("broken"))
+        self._store("broken", broken, self._path("broken"))
 
     def _replace(self, name: str, rows: DataFrame) -> None:
         new = f"{self._path(name)}.new"
-        rows.select(*_types(name).names).write.options(**_CODEC).parquet(new)
+        del self._written[name]
+        self._store(name, rows.select(*_types(name).names), new)
         replace(self._spark, new, self._path(name))
 
     # --- reading -----------------------------------------------------------------------------
@@ -317,10 +362,83 @@ class _Extraction:
         return f"{self._folder}/{name}"
 
     def _raw(self, name: str) -> DataFrame:
-        return self._spark.read.parquet(self._path(name))
+        return self._spark.read.schema(self._written[name].types).parquet(self._path(name))
 
     def _table(self, name: str) -> DataFrame:
-        return self._spark.read.schema(_types(name)).parquet(self._path(name))
+        ddl = getattr(schema, name.upper())
+        if name not in self._written:
+            return no_rows(self._spark, ddl)
+        return self._spark.read.schema(ddl).parquet(self._path(name))
+
+    def _count(self, name: str) -> TableCount:
+        written = self._written.get(name)
+        if written is None:
+            return TableCount(0, 0, None)
+        return TableCount(written.rows, written.keyed, written.span)
+
+
+class WrittenRows(Struct):
+    """The columns of a table as it was written, and counts of its rows.
+
+    Attributes:
+        rows, keyed, first_ms, last_ms: as in `TableCount`, without broken rows.
+        broken: rows that do not parse.
+        contents: rows that belong to commits with replaced messages.
+        early_ids: rows that are void because their id is too far ahead of their append time.
+    """
+
+    types: StructType
+    rows: int
+    keyed: int
+    first_ms: int | None
+    last_ms: int | None
+    broken: int
+    contents: int
+    early_ids: int
+
+    @property
+    def span(self) -> TimeSpan | None:
+        """The first and last time in the ids."""
+        if self.first_ms is None or self.last_ms is None:
+            return None
+        return TimeSpan(self.first_ms, self.last_ms)
+
+    def with_more(self, more: WrittenRows) -> WrittenRows:
+        """Return the counts of both."""
+        spans = [span for span in (self.span, more.span) if span is not None]
+        return WrittenRows(
+            self.types,
+            self.rows + more.rows,
+            self.keyed + more.keyed,
+            min((span.first_ms for span in spans), default=None),
+            max((span.last_ms for span in spans), default=None),
+            self.broken + more.broken,
+            self.contents + more.contents,
+            self.early_ids + more.early_ids,
+        )
+
+
+def _counts(columns: Sequence[str]) -> dict[str, Column]:
+    """Return the aggregates of `WrittenRows` for a table with these columns."""
+    none, no = F.lit(None), F.lit(False)
+    why = F.col("why") if "why" in columns else none
+    content = F.col("content") if "content" in columns else none
+    good = why.isNull() & content.isNull()
+    id_ms = F.when(good, F.col("id_ms") if "id_ms" in columns else none.cast("bigint"))
+    keyed = F.col("dedup") if "dedup" in columns else none
+    contents = content.isNotNull() | (F.col("contents_count") > 0) if "content" in columns else no
+    early = no
+    if {"void", "why"} <= set(columns):
+        early = good & (F.col("void") == "expired") & (F.col("clock_ms") < F.col("id_ms"))
+    return {
+        "rows": F.count_if(good),
+        "keyed": F.count(F.when(good, keyed)),
+        "first_ms": F.min(id_ms),
+        "last_ms": F.max(id_ms),
+        "broken": F.count(why),
+        "contents": F.count_if(contents),
+        "early_ids": F.count_if(early),
+    }
 
 
 def _mark_void(half: DataFrame, voids: DataFrame, count: int) -> DataFrame:
@@ -330,6 +448,17 @@ def _mark_void(half: DataFrame, voids: DataFrame, count: int) -> DataFrame:
         marks = F.broadcast(marks)
     joined = half.join(marks, ["partition", "offset"], "left")
     return joined.withColumn("void", F.coalesce("void", "by_key")).drop("by_key")
+
+
+def half_of(half: DataFrame, part: Part) -> DataFrame:
+    """Return the half messages of a part; they name the targets to read."""
+    rows = half.where((F.col("clock_ms") >= part.from_ms) & (F.col("clock_ms") < part.to_ms))
+    if part.groups:
+        rows = rows.where(F.col("grp").isin(*part.groups))
+    if part.topics:
+        named = rows.where(F.col("topic").isin(*part.topics)).select("id").distinct()
+        rows = rows.join(named, "id", "left_semi")
+    return rows
 
 
 def _by_topic(cut: SnapshotBounds | None) -> dict[str, TopicRead]:
@@ -381,7 +510,7 @@ class LogClock(Struct, frozen=True):
 class ClockSurvey(Struct, frozen=True):
     """The result of a survey. `ends`: the clock at the end, by partition. `goes_back`: whether
     append times go back anywhere. `buckets`: where the clock begins in each bucket, and whether
-    append times go back inside it; one row for `BUCKET` offsets."""
+    append times go back inside it; one row for `BUCKET` offsets, computed where it is needed."""
 
     ends: tuple[int, ...]
     goes_back: bool
@@ -411,7 +540,6 @@ def survey(rows: DataFrame, clock: LogClock, bucket: int = BUCKET) -> ClockSurve
         # Nothing goes back before the first record, even if an earlier run's clock is later.
         ((F.col("lowest") < F.col("begin_ms")) | F.col("back_inside")).alias("back"),
     )
-    buckets = buckets.persist()
     by_partition = {
         row["partition"]: (row["end_ms"], row["back"])
         for row in buckets.groupBy("partition")

@@ -12,20 +12,33 @@ statistics skip most of those.
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import reduce
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 import msgspec
-from msgspec import Struct
-from pyspark.sql import Column, DataFrame, SparkSession
+from msgspec import Struct, structs
+from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F
 
 from txbroker.errors import ConfigurationError
-from txbroker.spark.facts.extract import whole_with_key
+from txbroker.spark.access import AuditKafka
+from txbroker.spark.facts.extract import extract, whole_with_key
 from txbroker.spark.facts.messages import id_time_ms
-from txbroker.spark.folders import Folders, read_bytes, write_bytes
+from txbroker.spark.folders import Folders, read_bytes, runs_in, write_bytes
 from txbroker.spark.judge.horizon import SavedHorizon
-from txbroker.spark.schema import TABLES, Facts, SnapshotBounds, Terms, TopicNames
+from txbroker.spark.schema import (
+    BROKEN,
+    TABLES,
+    Extract,
+    Facts,
+    Part,
+    SnapshotBounds,
+    TableCount,
+    Terms,
+    TimeSpan,
+    TopicNames,
+    no_rows,
+)
 
 _BUCKET_MS = 60_000
 _BUCKETS_MAX = 2000
@@ -61,40 +74,22 @@ class RemainingRuns(NamedTuple):
     removed_ms: int | None
 
 
-class TimeSpan(NamedTuple):
-    """A time span with both ends included, ms."""
-
-    first_ms: int
-    last_ms: int
-
-
-class TableCount(NamedTuple):
-    """Number of rows in a table, of rows with a `dedup_key`, and the times in their ids, if any."""
-
-    rows: int
-    keyed: int
-    span: TimeSpan | None
-
-
 class EarlierFacts:
     """The facts of the runs since the last full run, including that run's."""
 
-    def __init__(self, spark: SparkSession, folders: Folders, runs: Sequence[PastRun]) -> None:
-        self._spark = spark
-        self._folders = folders
-        self._runs = runs
-
-    @property
-    def last_ms(self) -> int | None:
+    def __init__(self, spark: SparkSession, folders: Folders, left: RemainingRuns) -> None:
+        self._spark, self._folders = spark, folders
+        self._runs = left.runs
+        times = (left.removed_ms, *(run.last_ms for run in left.runs))
+        self._last_ms = max((ms for ms in times if ms is not None), default=None)
         """The greatest time in all ids; no younger id was ever read."""
-        return max((run.last_ms for run in self._runs if run.last_ms is not None), default=None)
 
     def strangers(self, new: Facts, carried: DataFrame) -> DataFrame | None:
-        """Return ids with new facts that earlier runs may know and did not carry on: columns `id`
-        and `id_ms`, each id once; None where there are none."""
-        if self.last_ms is None:
+        """Return ids with new facts that earlier runs may have read and did not carry on: columns
+        `id` and `id_ms`, each id once; None where there are none."""
+        if self._last_ms is None:
             return None
-        old = [t.select("id", "id_ms").where(F.col("id_ms") <= self.last_ms) for t in new]
+        old = [t.select("id", "id_ms").where(F.col("id_ms") <= self._last_ms) for t in new]
         ids = reduce(DataFrame.union, old).join(carried.select("id"), "id", "left_anti")
         return ids.groupBy("id").agg(F.first("id_ms").alias("id_ms"))
 
@@ -177,32 +172,15 @@ def left_of(runs: Sequence[PastRun], there: Set[str]) -> RemainingRuns:
     return RemainingRuns(tuple(runs[first:]), max(removed, default=None))
 
 
+def expired(runs: Sequence[PastRun], before_ms: int) -> tuple[PastRun, ...]:
+    """Return the first runs of a chain, whose facts are all older: they can be deleted."""
+    return tuple(takewhile(lambda run: run.last_ms is None or run.last_ms < before_ms, runs))
+
+
 def read_facts(spark: SparkSession, name: str, paths: Sequence[str]) -> DataFrame:
     """Return a table of facts that earlier runs have read: all of them are early."""
     rows = spark.read.schema(TABLES[name]).parquet(*paths)
     return rows.withColumn("early", F.lit(True)) if "early" in rows.columns else rows
-
-
-def counted(facts: Facts) -> dict[str, TableCount]:
-    """Count the rows of each table."""
-    counts = [
-        table.agg(
-            F.lit(name).alias("name"),
-            F.count("*").alias("rows"),
-            F.count("dedup" if name == "half" else F.lit(None)).alias("keyed"),
-            F.min("id_ms").alias("first"),
-            F.max("id_ms").alias("last"),
-        )
-        for name, table in zip(TABLES, facts, strict=True)
-    ]
-    return {
-        row["name"]: TableCount(
-            row["rows"],
-            row["keyed"],
-            None if row["first"] is None else TimeSpan(row["first"], row["last"]),
-        )
-        for row in reduce(DataFrame.union, counts).collect()
-    }
 
 
 def times_of(
@@ -283,7 +261,8 @@ def _visible_now(decided: DataFrame, whole: Facts) -> DataFrame:
 
 # --- state for the next run ----------------------------------------------------------------------
 
-CHAIN_VERSION = 1
+CHAIN_VERSION = 2
+"""Version 1 kept the verdicts of all its runs, and no tables."""
 _CHAIN = "chain.json"
 
 
@@ -297,6 +276,7 @@ class Chain(Struct, frozen=True):
         runs: the chain's runs; their facts may be looked up.
         carried: number of carried transactions.
         keys: whether half messages with a `dedup_key` are carried.
+        rows: number of carried facts, by table.
     """
 
     names: TopicNames
@@ -305,6 +285,7 @@ class Chain(Struct, frozen=True):
     runs: tuple[PastRun, ...]
     carried: int
     keys: bool
+    rows: dict[str, int] = {}
     version: int = CHAIN_VERSION
 
 
@@ -321,29 +302,125 @@ class CarriedState(Struct, frozen=True):
     keys: DataFrame | None
 
 
-def read_carried(spark: SparkSession, folders: Folders, run: str) -> CarriedState:
-    """Read the state that a run left."""
-    folder = folders.carry(run)
-    written = read_bytes(spark, f"{folder}/{_CHAIN}")
+def read_chain(spark: SparkSession, folders: Folders, run: str) -> Chain | None:
+    """Return where a run ended, of any version up to this one; None where there is no such run."""
+    path = f"{folders.carry(run)}/{_CHAIN}"
+    written = read_bytes(spark, path)
     if written is None:
+        return None
+    try:
+        chain = msgspec.json.decode(written, type=Chain)
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(
+            f"{path} does not parse ({error}): restore it, or remove {folders.carry(run)} and run "
+            "a full audit (--full)"
+        ) from None
+    if chain.version > CHAIN_VERSION:
+        raise ConfigurationError(
+            f"a newer version of txbroker wrote {path}: install it, or run a full audit (--full) "
+            "with another --out"
+        )
+    return chain
+
+
+def gather(
+    spark: SparkSession,
+    access: AuditKafka,
+    folders: Folders,
+    run: str,
+    names: TopicNames,
+    terms: Terms,
+    before: CarriedState | None,
+    counted_from: SnapshotBounds | None,
+    part: Part | None,
+) -> Extract:
+    """Read the topics from where the last run ended, or from their beginnings.
+
+    Args:
+        before: the state of the run that this one continues.
+        counted_from, part: as in `extract`.
+    """
+    chain, keys = (None, None) if before is None else (before.chain, before.keys)
+    cut, folder = None if chain is None else chain.cut, folders.facts(run)
+    return extract(spark, access, names, terms, folder, cut, keys, counted_from, part)
+
+
+def stored(spark: SparkSession, folders: Folders, chain: Chain) -> Extract:
+    """Return the facts of all runs of a chain, as far as they are there, as those of one run."""
+    left = [run.run for run in left_of(chain.runs, runs_in(spark, folders.facts(""))).runs]
+    if not left:
+        raise ConfigurationError(
+            f"the facts of earlier runs are not in {folders.out}: they were removed. Run a full "
+            "audit (--full)"
+        )
+    *earlier, last = (folders.facts(run) for run in left)
+    # Of the last run only, some facts are younger than its targets.
+    facts = Facts(*(spark.read.schema(TABLES[name]).parquet(f"{last}/{name}") for name in TABLES))
+    if earlier:
+        paths = {name: [f"{folder}/{name}" for folder in earlier] for name in TABLES}
+        facts = facts | Facts(*(read_facts(spark, name, paths[name]) for name in TABLES))
+    broken = [f"{folder}/broken" for folder in (*earlier, last)]
+    counts = {
+        name: TableCount(table.count(), 0, None) for name, table in zip(TABLES, facts, strict=True)
+    }
+    return Extract(facts, spark.read.schema(BROKEN).parquet(*broken), chain.cut, counts)
+
+
+def leave_state(
+    spark: SparkSession,
+    folders: Folders,
+    run: str,
+    names: TopicNames,
+    terms: Terms,
+    staged: Extract,
+    before: CarriedState | None,
+    judged: Facts,
+    horizon: SavedHorizon,
+    verdicts: DataFrame,
+    carried: int,
+) -> None:
+    """Write the state that the next run continues.
+
+    Args:
+        staged: the facts that the run has read.
+        before: the state that it continues.
+        judged: the facts that it has judged.
+        horizon: what retention and compaction have left.
+        verdicts: of the run; `carried` is how many of them the next run judges again.
+    """
+    cut, last = staged.cut, None if before is None else before.chain
+    first_ms, last_ms = times_of(staged.read, cut.half_clock_ms, terms) or (None, None)
+    this = PastRun(run, first_ms, last_ms, cut.op.ends)
+    runs = (this,) if last is None else (*last.runs, this)
+    keyed = bool(staged.read["half"].keyed) or (last is not None and last.keys)
+    chain = Chain(names, cut, horizon, runs, carried, keyed)
+    known = None if before is None else before.keys
+    keys = keys_in_window(staged.facts.half, known, cut.half_clock_ms, terms.dedup_window_ms)
+    write_carried(spark, folders, run, chain, judged, verdicts, keys)
+
+
+def read_carried(spark: SparkSession, folders: Folders, run: str) -> CarriedState | None:
+    """Read the state that a run left; None where an earlier version wrote it."""
+    folder = folders.carry(run)
+    chain = read_chain(spark, folders, run)
+    if chain is None:
         raise ConfigurationError(
             f"the state that the last run ({run}) left is not in {folder}: name that run's output "
             "folder with --out, or run a full audit (--full)"
         )
-    try:
-        chain = msgspec.json.decode(written, type=Chain)
-    except msgspec.MsgspecError:
-        chain = None
-    if chain is None or chain.version != CHAIN_VERSION:
-        raise ConfigurationError(
-            f"another version of txbroker wrote {folder}/{_CHAIN}: run a full audit (--full)"
+    if chain.version < CHAIN_VERSION:
+        return None
+    facts = Facts(
+        *(
+            read_facts(spark, name, [f"{folder}/facts/table={name}"])
+            if chain.rows.get(name)
+            else no_rows(spark, ddl)
+            for name, ddl in TABLES.items()
         )
+    )
+    ids = no_rows(spark, "id string")
     if chain.carried:
-        facts = Facts(*(read_facts(spark, name, [f"{folder}/{name}"]) for name in TABLES))
         ids = spark.read.schema("id string").parquet(f"{folder}/ids")
-    else:
-        facts = Facts(*(spark.createDataFrame([], ddl) for ddl in TABLES.values()))
-        ids = spark.createDataFrame([], "id string")
     keys = read_facts(spark, "half", [f"{folder}/keys"]) if chain.keys else None
     return CarriedState(chain, facts, ids, keys)
 
@@ -360,15 +437,25 @@ def write_carried(
     """Write the state for the next run. `verdicts`: of this run; those with `carry` are carried."""
     folder = folders.carry(run)
     if chain.carried:
-        verdicts.where("carry").select("id").write.parquet(f"{folder}/ids")
-        ids = spark.read.schema("id string").parquet(f"{folder}/ids")
+        ends, count = Observation(), Observation()
         id_ms = id_time_ms(F.col("id"))
-        ends = ids.agg(F.min(id_ms), F.max(id_ms)).first()
-        assert ends is not None
-        in_time_span = F.col("id_ms").between(*ends)
+        ids = verdicts.where("carry").select("id")
+        ids = ids.observe(ends, F.min(id_ms).alias("first"), F.max(id_ms).alias("last"))
+        ids.write.parquet(f"{folder}/ids")
+        # Read again: Spark then knows how few they are.
+        ids = spark.read.schema("id string").parquet(f"{folder}/ids")
+        in_time_span = F.col("id_ms").between(ends.get["first"], ends.get["last"])
         open_facts = Facts(*(table.where(in_time_span) for table in facts)).of(ids)
-        for name, table in zip(TABLES, open_facts, strict=True):
-            table.write.parquet(f"{folder}/{name}")
+        # One write for all tables, with all their columns: each write is two of Spark's jobs.
+        named = [
+            table.withColumn("table", F.lit(name))
+            for name, table in zip(TABLES, open_facts, strict=True)
+        ]
+        rows = reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), named)
+        counts = (F.count_if(F.col("table") == name).alias(name) for name in TABLES)
+        rows = rows.observe(count, *counts)
+        rows.write.partitionBy("table").parquet(f"{folder}/facts")
+        chain = structs.replace(chain, rows=count.get)
     if chain.keys and keys is not None:
         keys.write.parquet(f"{folder}/keys")
     write_bytes(spark, f"{folder}/{_CHAIN}", msgspec.json.encode(chain))

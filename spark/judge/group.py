@@ -52,6 +52,10 @@ def _judged_columns() -> list[str]:
     return [name for name in _judged().names if name not in ("run", "id_ms")]
 
 
+def _verdict_columns() -> list[str]:
+    return [name for name in _judged_columns() if name not in _NO_VERDICT]
+
+
 _cached: WeakKeyDictionary[SparkSession, list[DataFrame]] = WeakKeyDictionary()
 
 
@@ -69,9 +73,15 @@ def verdicts(
     # few ids, which costs half as much work again.
     with setting(spark, _HASH_FIRST, "false"):
         grouped = grouped.persist(StorageLevel.DISK_ONLY)
-    rest = _by_judge(grouped.where("not plain"), terms, horizon).persist(StorageLevel.DISK_ONLY)
-    _cached[spark] = [grouped, rest]
-    judged = grouped.where("plain").select(*_judged_columns()).unionByName(rest)
+    _cached[spark] = [grouped]
+    others, ordered = grouped.agg(F.count_if(~F.col("plain")), F.count("ordered")).first() or (0, 0)
+    judged = grouped.where("plain").select(*_judged_columns())
+    if others:  # a worker of Python starts even for none
+        rest = _by_judge(grouped.where("not plain"), terms, horizon)
+        _cached[spark].append(rest.persist(StorageLevel.DISK_ONLY))
+        judged = judged.unionByName(rest)
+    if not (others or ordered):
+        return judged.select(*_verdict_columns())
     return _with_order(spark, judged, horizon)
 
 
@@ -325,7 +335,7 @@ def _with_order(spark: SparkSession, judged: DataFrame, horizon: Horizon) -> Dat
     late = late.persist(StorageLevel.DISK_ONLY)
     _cached[spark].append(late)
     count = late.count()
-    names = [name for name in _judged_columns() if name not in _NO_VERDICT]
+    names = _verdict_columns()
     if not count:
         return judged.select(*names)
     if count <= _BROADCAST_ROWS_MAX:  # to the verdicts, of which there are far more

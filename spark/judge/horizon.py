@@ -88,7 +88,9 @@ def _taken_ms(facts: Facts, cut: SnapshotBounds, decided_ms: int) -> dict[tuple[
         if target.compacted or not (target.starts or target.unread):
             taken[target.topic, -1] = ALWAYS
         else:
-            cut_short += [(target.topic, p) for p, start in enumerate(target.starts) if start > 0]
+            # Where a run begins later, it reads all records that it needs.
+            pairs = zip(target.starts, target.begins, strict=True)
+            cut_short += [(target.topic, p) for p, (s, b) in enumerate(pairs) if b == s > 0]
     if not cut_short:
         return taken
     taken.update(dict.fromkeys(cut_short, ALWAYS))

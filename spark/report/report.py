@@ -5,25 +5,36 @@ Users choose groups, topics and reasons, so the templates escape every value tha
 
 import contextlib
 import os
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
-from itertools import accumulate, groupby, islice
-from math import ceil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup
 
 from txbroker import __version__
 from txbroker.errors import ConfigurationError
+from txbroker.spark.checks import SEVERITIES, limit_in_words, value_in_words
+from txbroker.spark.report.contents import (
+    FINDINGS_A_KIND,
+    HEALED_DAYS,
+    LATENCY_DAYS,
+    GroupLatency,
+    KindCount,
+    Percentiles,
+    ReportTables,
+)
+from txbroker.spark.report.formatting import count, day, duration, moment, plural
+from txbroker.spark.report.plots import (
+    Decades,
+    LatencyPlot,
+    TimeAxis,
+    bar_height,
+    common_decades,
+)
 from txbroker.spark.schema import (
     ALL_KINDS,
-    BUSINESS_KINDS,
-    KINDS,
-    TOPIC_KINDS,
-    Example,
+    BrokenRecord,
     Histogram,
     Kind,
     RunSummary,
@@ -31,262 +42,10 @@ from txbroker.spark.schema import (
     TopicRead,
 )
 
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
-
-
-_UNITS = ((86_400_000, "d"), (3_600_000, "h"), (60_000, "min"), (1000, "s"), (1, "ms"))
-
-
-def count(value: int) -> str:
-    """Return a number with separated thousands."""
-    return f"{value:,}"
-
-
-def plural(value: int, one: str, many: str = "") -> str:
-    """Return a number and its noun, in the plural (`one` + s by default) unless it is 1."""
-    return f"{count(value)} {one if value == 1 else many or one + 's'}"
-
-
-def duration(ms: float) -> str:
-    """Return a time span in its largest unit, with two digits where they are significant."""
-    for size, unit in _UNITS:
-        if ms >= size * 0.9995:  # what would round up to a whole one is one
-            number = ms / size
-            digits = 1 if number < 9.95 and round(number, 1) != round(number) else 0
-            return f"{number:.{digits}f} {unit}"
-    return "0" if ms <= 0 else f"{ms:.2g} ms"
-
-
-def moment(ms: int) -> str:
-    """Return a UTC time to the second."""
-    return f"{_utc(ms):%Y-%m-%d %H:%M:%S} UTC"
-
-
-def day(ms: int) -> str:
-    """Return a UTC day and time to the minute."""
-    return f"{_utc(ms):%d %b %H:%M}"
-
-
-def _utc(ms: int) -> datetime:
-    return datetime.fromtimestamp(ms / 1000, UTC)
-
-
-class Percentile(NamedTuple):
-    """The value below which a share of all values lies.
-
-    `place`: number of buckets below it, with a fraction. `ms`: the value; None beyond the last
-    bound, `over_ms`.
-    """
-
-    place: float
-    ms: float | None
-    over_ms: int
-
-    def __str__(self) -> str:
-        return f"> {duration(self.over_ms)}" if self.ms is None else duration(self.ms)
-
-
-def percentile(histogram: Histogram, share: float) -> Percentile | None:
-    """Return a percentile, interpolated within its bucket; None without values."""
-    total = sum(histogram.counts)
-    bounds = histogram.bounds
-    if not total or not bounds:
-        return None
-    rank = share * total
-    sums = list(accumulate(histogram.counts))
-    bucket = bisect_left(sums, rank)
-    number = histogram.counts[bucket]
-    fraction = (rank - (sums[bucket] - number)) / number if number else 0.0
-    over = bucket >= len(bounds)
-    low = bounds[bucket - 1] if bucket else 0
-    ms = None if over else low + fraction * (bounds[bucket] - low)
-    return Percentile(bucket + fraction, ms, bounds[-1])
-
-
-# --- plots -----------------------------------------------------------------------------------
-
-_TICK_APART = 46
-"""Pixels between axis labels, so that they can be read."""
-_CHAR = 6.9
-"""Approximate width of a label's character, pixels."""
-_MARKS = (("p50", 0.5), ("p99", 0.99))
-
-
-class BucketRange(NamedTuple):
-    """The buckets of a plot: from `first` up to, not including, `last`."""
-
-    first: int
-    last: int
-
-
-def common_buckets(histograms: Sequence[Histogram]) -> BucketRange:
-    """Return the buckets with values in any of these histograms, which have the same bounds:
-    plots side by side share one axis."""
-    used = [
-        bucket
-        for histogram in histograms
-        for bucket, number in enumerate(histogram.counts)
-        if number
-    ]
-    if not used:
-        return BucketRange(0, 1)
-    longest = max(len(histogram.counts) for histogram in histograms)
-    return BucketRange(max(0, min(used) - 1), min(longest, max(used) + 2))
-
-
-class Bar(NamedTuple):
-    """A bar of a plot; `unbounded`: of the last bucket, which has no upper bound."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    unbounded: bool
-
-
-class Label(NamedTuple):
-    """A text of a plot; `anchor` as SVG's `text-anchor`."""
-
-    x: float
-    y: float
-    words: str
-    anchor: str
-
-
-class PercentileMark(NamedTuple):
-    """A percentile marked in a plot by a vertical line."""
-
-    name: str
-    x: float
-    label: Label
-
-
-class Plot:
-    """Geometry of a histogram with buckets of equal width, for the template `plots.html`.
-
-    Args:
-        buckets: the buckets to show.
-        title: read aloud by screen readers.
-        width: approximate width on the page, pixels, so that text has its usual size.
-    """
-
-    top, floor, left = 44, 142, 8
-
-    def __init__(
-        self, histogram: Histogram, buckets: BucketRange, title: str, width: int = 260
-    ) -> None:
-        self._histogram = histogram
-        self._range = buckets
-        self.title = title
-        self.width, self.right = width, width - self.left
-        self._bar = (width - 2 * self.left) / max(1, buckets.last - buckets.first)
-        percentiles = ((name, percentile(histogram, share)) for name, share in _MARKS)
-        self._percentiles = [(name, value) for name, value in percentiles if value]
-
-    @property
-    def description(self) -> str:
-        """The plot in words."""
-        marks = ", ".join(f"{name} {value}" for name, value in self._percentiles)
-        total = plural(sum(self._histogram.counts), "transaction")
-        return f"{total}; {marks}" if marks else total
-
-    @property
-    def height(self) -> int:
-        """Height of the plot, pixels."""
-        return self.floor + (38 if self._has_unbounded else 23)
-
-    @property
-    def _has_unbounded(self) -> bool:
-        return self._range.last > len(self._histogram.bounds)
-
-    def _x(self, place: float) -> float:
-        return self.left + (place - self._range.first) * self._bar
-
-    def buckets(self) -> Iterator[tuple[str, int]]:
-        """Yield bound and count of each bucket with values."""
-        bounds = self._histogram.bounds
-        for bucket, number in enumerate(self._histogram.counts):
-            if number and bucket < len(bounds):
-                yield f"to {duration(bounds[bucket])}", number
-            elif number:
-                yield f"more than {duration(bounds[-1])}", number
-
-    def bars(self) -> Iterator[Bar]:
-        """Yield the bar of each bucket with values."""
-        highest = max(self._histogram.counts, default=0)
-        for bucket, number in enumerate(self._histogram.counts):
-            if number and self._range.first <= bucket < self._range.last:
-                height = max(1.5, number / highest * (self.floor - self.top))
-                x, width = self._x(bucket) + 0.5, max(1.0, self._bar - 1)
-                over = bucket >= len(self._histogram.bounds)
-                yield Bar(x, self.floor - height, width, height, over)
-
-    def ticks(self) -> list[float]:
-        """Return where the axis is marked: at bounds between bars, as far apart as labels need."""
-        return [self._x(place) for place in self._tick_places()]
-
-    def _tick_places(self) -> range:
-        last = min(self._range.last, len(self._histogram.bounds))
-        return range(self._range.first, last + 1, max(1, ceil(_TICK_APART / self._bar)))
-
-    def tick_labels(self) -> Iterator[Label]:
-        """Yield the labels of the axis that do not overlap."""
-        free_from = 0.0
-        for place in self._tick_places():
-            words = "0" if place == 0 else duration(self._histogram.bounds[place - 1])
-            # The last one ends at the plot's side, and may have no room there.
-            left, right = self._extent(self._x(place), words)
-            if left >= free_from:
-                free_from = right + _CHAR
-                yield self._label(self._x(place), self.floor + 17, words)
-        if self._has_unbounded:
-            yield Label(self.right, self.floor + 32, "and more", "end")
-
-    def highest(self) -> Label:
-        """Return the label with the count of the highest bar."""
-        words = f"max {count(max(self._histogram.counts, default=0))}"
-        return self._label(self.left, self.top - 4, words)
-
-    def marks(self) -> Iterator[PercentileMark]:
-        """Yield the percentiles; each has a separate row above the bars for its label."""
-        for row, (name, value) in enumerate(self._percentiles):
-            x, y = self._x(value.place), 13 + row * 15
-            words = f"{name} {value}"
-            if x + 5 + len(words) * _CHAR < self.width:
-                yield PercentileMark(name, x, Label(x + 5, y, words, "start"))
-            else:
-                yield PercentileMark(name, x, Label(x - 5, y, words, "end"))
-
-    def _extent(self, x: float, words: str) -> tuple[float, float]:
-        """Return where a text at `x` begins and ends: it stays within the plot."""
-        wide = len(words) * _CHAR
-        if x < wide / 2:
-            return x, x + wide
-        if x > self.width - wide / 2:
-            return x - wide, x
-        return x - wide / 2, x + wide / 2
-
-    def _label(self, x: float, y: float, words: str) -> Label:
-        left, right = self._extent(x, words)
-        return Label(x, y, words, "start" if left == x else "end" if right == x else "middle")
-
-
-def trend_height(value: int, values: Sequence[int]) -> float:
-    """Return the height of a run's bar among those of other runs; even the smallest is visible."""
-    return max(3.0, 34 * value / max(values)) if value else 2.5
-
-
-# --- numbers as people read them, and the geometry of plots --------------------------------------
-
 RUNS_SHOWN = 30
-PAIRS_SHOWN = 12
-"""Topics with plots, and groups; the table has all of them."""
-OFFENDERS_SHOWN = 3
-"""Transactions of each kind that are visible; a fold holds the others."""
-GROUPS_SHOWN = 20
 PARTITIONS_SHOWN = 200
 TOPICS_SHOWN = 100
+SET_ASIDE_SHOWN = 200
 
 _MODES = {"full": "full run", "incremental": "incremental run", "stream": "stream"}
 _STATES = {
@@ -309,16 +68,8 @@ _SCOPES = {
     "full": "A full run: everything that the topics still hold.",
     "incremental": "An incremental run: records since the previous run, and the transactions that "
     "it left open.",
-    "stream": "A stream: everything since it started, judged as it arrives.",
 }
-
-
-class GroupDrift(NamedTuple):
-    """The number of a group's transactions that have a kind of finding."""
-
-    grp: str
-    kind: str
-    transactions: int
+_FINDING_STATES = {"open": "Open", "acknowledged": "Acknowledged", "healed": "Healed lately"}
 
 
 def check_writable(path: Path) -> None:
@@ -346,18 +97,18 @@ def write_report(
     path: Path,
     summary: RunSummary,
     history: Sequence[RunSummary],
-    verdicts: "DataFrame | None" = None,
+    tables: ReportTables,
+    broken: Sequence[BrokenRecord] = (),
 ) -> None:
     """Write the report of a run; an existing file is replaced atomically.
 
     Args:
         path: the HTML file; its folder is created.
         history: earlier runs in any order; the run itself may be among them.
-        verdicts: the run's verdict rows, for the groups with the most drift; a summary from the
-            journal does not hold them.
+        tables: what the tables hold.
+        broken: unreadable records, where there are more than in the summary.
     """
-    groups = [] if verdicts is None else _drift_by_group(verdicts, summary.run)
-    page = render(summary, history, groups)
+    page = render(summary, history, tables, broken)
     temporary = _temporary(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -367,20 +118,6 @@ def write_report(
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise _unwritable(path, error) from None
-
-
-def _drift_by_group(verdicts: "DataFrame", run: str) -> list[GroupDrift]:
-    rows = (
-        verdicts.where(verdicts["run"] == run)
-        .where("size(findings) > 0")
-        .selectExpr("coalesce(grp, '') as grp", "explode(findings) as kind")
-        .groupBy("grp", "kind")
-        .count()
-        .orderBy("count", "grp", "kind", ascending=[False, True, True])
-        .limit(GROUPS_SHOWN)
-        .collect()
-    )
-    return [GroupDrift(row[0], row[1], row[2]) for row in rows]
 
 
 def _printable(value: object) -> object:
@@ -403,181 +140,216 @@ TEMPLATES.filters.update(
     count=count,
     day=day,
     duration=duration,
-    get=dict.get,
     mode=lambda mode: _MODES.get(mode, mode),
+    multiply=lambda value, by: value * by,
     moment=moment,
     px=lambda number: f"{number:.2f}",
     role=lambda table: _ROLES.get(table, table),
     scope=lambda mode: _SCOPES.get(mode, ""),
     state=lambda state: _STATES.get(state, state),
+    total=lambda counts: sum(counts.values()),
 )
-TEMPLATES.globals.update(plural=plural, trend_height=trend_height, version=__version__)
+TEMPLATES.globals.update(
+    bar_height=bar_height,
+    limit_in_words=limit_in_words,
+    plural=plural,
+    value_in_words=value_in_words,
+    version=__version__,
+)
 
 
 def render(
-    summary: RunSummary, history: Sequence[RunSummary], groups: Sequence[GroupDrift] = ()
+    summary: RunSummary,
+    history: Sequence[RunSummary],
+    tables: ReportTables,
+    broken: Sequence[BrokenRecord] = (),
 ) -> str:
     """Return the page of a run; see `write_report`."""
-    runs = _last_runs(summary, history)
-    kinds = _kinds_of([summary])
-    near, others = _offenders(summary.examples, [kind.name for kind in kinds])
+    kinds = [*ALL_KINDS, *_unknown_kinds(summary, tables.counts)]
+    numbers = [number for kind in kinds if (number := _numbers(kind, summary, tables.counts))]
+    order = {kind.name: place for place, kind in enumerate(kinds)}
+    aside = _set_aside(summary, broken or summary.set_aside)
     return TEMPLATES.get_template("report.html").render(
         summary=summary,
-        runs=runs,
-        groups=groups,
         headline=_headline(summary),
-        kinds=kinds,
-        found=[kind for kind in kinds if summary.drift.get(kind.name)],
-        titles={kind.name: kind.title for kind in (*ALL_KINDS, *kinds)},
-        offenders=near,
-        other_offenders=others,
-        trends=[kind for kind in _kinds_of(runs) if any(run.drift.get(kind.name) for run in runs)],
-        any_drift=Kind("", "Any drift", ""),
+        found=[kind for kind in kinds if summary.open_drift.get(kind.name)],
+        checks=_checks(summary),
+        runs=_last_runs(summary, history),
+        kinds=numbers,
+        filters=_filters(numbers),
+        findings=sorted(tables.findings, key=lambda one: (order.get(one.kind, 99), one.state)),
+        kind_names={kind.name for kind in ALL_KINDS},
+        titles={kind.name: kind.title for kind in kinds},
+        states=_FINDING_STATES,
+        a_kind=FINDINGS_A_KIND,
+        healed_days=HEALED_DAYS,
+        latency_days=LATENCY_DAYS,
+        groups=_groups(tables.groups, tables.time),
         ages=_ages(summary.pending_age),
-        **_latencies(summary),
+        aside=aside[:SET_ASIDE_SHOWN],
+        more_aside=len(aside) - SET_ASIDE_SHOWN + summary.quarantined
+        - len(broken or summary.set_aside),
         **({} if summary.cut is None else _reads(summary.cut)),
         topics_shown=TOPICS_SHOWN,
         partitions_shown=PARTITIONS_SHOWN,
+    )  # fmt: skip
+
+
+def _headline(summary: RunSummary) -> str:
+    if summary.open_drift:
+        return "Not everything ended as it was decided"
+    if not summary.transactions:
+        return "There was nothing to judge"
+    if summary.acknowledged:
+        return "Everything ended as it was decided, except for acknowledged findings"
+    if summary.quarantined or any(summary.taken.values()):
+        return "Everything that could be read ended as it was decided"
+    return "Everything ended as it was decided"
+
+
+def _checks(summary: RunSummary) -> list[Any]:
+    """Return the checks, the failed ones first and of these the gravest."""
+    return sorted(
+        summary.checks, key=lambda one: (one.ok is not False, SEVERITIES.index(one.severity))
     )
 
 
 def _last_runs(summary: RunSummary, history: Sequence[RunSummary]) -> list[RunSummary]:
-    """Return the last runs of this sort up to this one, the oldest first."""
-    stream = summary.mode == "stream"
+    """Return the last batches up to this one, the oldest first."""
     before = {
         run.run: run
         for run in history
-        if (run.mode == "stream") == stream and run.started_ms <= summary.started_ms
+        if run.mode != "stream" and run.started_ms <= summary.started_ms
     }
     before.pop(summary.run, None)
     ordered = sorted(before.values(), key=lambda run: (run.started_ms, run.run))
     return [*ordered, summary][-RUNS_SHOWN:]
 
 
-def _kinds_of(runs: Sequence[RunSummary]) -> list[Kind]:
-    """Return all kinds that these runs know of, the gravest first."""
-    found = {kind for run in runs for kind in run.drift}
-    known = [*KINDS, *(kind for kind in TOPIC_KINDS if kind.name in found)]
-    if any(run.business for run in runs) or found & {kind.name for kind in BUSINESS_KINDS}:
-        known += BUSINESS_KINDS
-    names = {kind.name for kind in known}
-    return known + [Kind(name, name, "") for name in sorted(found - names)]
+# --- drift -----------------------------------------------------------------------------------
 
 
-def _headline(summary: RunSummary) -> str:
-    if summary.has_drift:
-        return "Not everything ended as it was decided"
-    if not summary.transactions:
-        return "There was nothing to judge"
-    if summary.quarantined or any(summary.taken.values()):
-        return "Everything that could be read ended as it was decided"
-    return "Everything ended as it was decided"
+class _KindNumbers(NamedTuple):
+    """A kind with findings: in this run, in each state, and the group with most that are open."""
+
+    kind: Kind
+    run: int
+    states: dict[str, int]
+    most: str
+    of_most: int
 
 
-def _offenders(
-    examples: Sequence[Example], kinds: Sequence[str]
-) -> tuple[list[Example], list[Example]]:
-    """Return a few examples of each kind, the gravest first, and the others."""
+class _Filter(NamedTuple):
+    """Rows that a URL fragment shows: the class that they have, the text, and their number."""
 
-    def gravity(example: Example) -> int:
-        places = (kinds.index(name) for name in example.findings if name in kinds)
-        return min(places, default=len(kinds))
-
-    near: list[Example] = []
-    others: list[Example] = []
-    for _, group in groupby(sorted(examples, key=gravity), key=gravity):
-        of_kind = list(group)
-        near += of_kind[:OFFENDERS_SHOWN]
-        others += of_kind[OFFENDERS_SHOWN:]
-    return near, others
-
-
-def _ages(ages: Histogram | None) -> Plot | None:
-    if ages is None or not sum(ages.counts):
-        return None
-    return Plot(ages, common_buckets([ages]), "Age of pending transactions", width=460)
-
-
-# --- latencies -------------------------------------------------------------------------------
-
-
-class _Label(NamedTuple):
-    """A histogram's label `KIND:NAME` in its parts; `kind` is empty where there is none."""
-
-    kind: str
     name: str
+    text: str
+    findings: int
 
 
-class _PlotPair(NamedTuple):
-    label: _Label
-    plots: list[tuple[str, Plot]]
+def _unknown_kinds(summary: RunSummary, counts: Iterable[KindCount]) -> list[Kind]:
+    """Return the kinds that a newer txbroker has found."""
+    known = {kind.name for kind in ALL_KINDS}
+    found = {*summary.drift, *(one.kind for one in counts)}
+    return [Kind(name, name, "") for name in sorted(found - known)]
 
 
-class _LatencyRow(NamedTuple):
-    label: _Label
-    cells: list[str]
+def _numbers(kind: Kind, summary: RunSummary, counts: Sequence[KindCount]) -> _KindNumbers | None:
+    of_kind = {one.state: one for one in counts if one.kind == kind.name}
+    states = {state: one.findings for state, one in of_kind.items()}
+    run = summary.drift.get(kind.name, 0)
+    most = of_kind.get("open")
+    if not run and not states:
+        return None
+    return _KindNumbers(kind, run, states, most.grp if most else "", most.of_group if most else 0)
 
 
-def _latencies(summary: RunSummary) -> dict[str, Any]:
-    measures = {
-        "From prepare to decision": _with_values(summary.decide_latency),
-        "From decision to visible": _with_values(summary.visible_latency),
+def _filters(kinds: Sequence[_KindNumbers]) -> list[list[_Filter]]:
+    """Return the filters in rows: by state, by severity, and by kind. Only known names: they stand
+    in the page's style sheet."""
+    known = [one for one in kinds if one.kind in ALL_KINDS]
+    severities = {
+        severity: sum(sum(one.states.values()) for one in known if one.kind.severity == severity)
+        for severity in SEVERITIES
     }
-    labels = _ordered([label for histograms in measures.values() for label in histograms])
-    buckets = {
-        title: common_buckets([*histograms.values()]) for title, histograms in measures.items()
-    }
-    shown = [
-        label
-        for _, of_kind in groupby(labels, key=_kind_of)
-        for label in islice(of_kind, PAIRS_SHOWN)
+    return [
+        [
+            _Filter(state, text, sum(one.states.get(state, 0) for one in known))
+            for state, text in _FINDING_STATES.items()
+        ],
+        [_Filter(severity, severity, n) for severity, n in severities.items()],
+        [_Filter(one.kind.name, one.kind.title, sum(one.states.values())) for one in known],
     ]
-    rows = []
-    for label in labels:
-        cells = [cell for histograms in measures.values() for cell in _cells(histograms.get(label))]
-        rows.append(_LatencyRow(_parts(label), cells))
-    return {"pairs": [_pair(label, measures, buckets) for label in shown], "latencies": rows}
 
 
-def _with_values(histograms: Sequence[Histogram]) -> dict[str, Histogram]:
-    return {histogram.label: histogram for histogram in histograms if sum(histogram.counts)}
+# --- latency, ages and records -----------------------------------------------------------------
 
 
-def _pair(
-    label: str, measures: dict[str, dict[str, Histogram]], buckets: dict[str, BucketRange]
-) -> _PlotPair:
+class _ShownGroup(NamedTuple):
+    group: GroupLatency
+    decided: str
+    visible: str
+    plots: list[tuple[str, LatencyPlot]]
+
+
+def _groups(groups: Sequence[GroupLatency], time: TimeAxis) -> list[_ShownGroup]:
+    decades = common_decades([line for one in groups for line in (one.decide, one.visible)])
+    return [_shown(group, time, decades) for group in groups]
+
+
+def _shown(group: GroupLatency, time: TimeAxis, decades: Decades) -> _ShownGroup:
+    measures = {"Prepare to decision": group.decide, "Prepare to visible": group.visible}
     plots = [
-        (title, Plot(histograms[label], buckets[title], f"{title}, {label}"))
-        for title, histograms in measures.items()
-        if label in histograms
+        (title, LatencyPlot(f"{title}, group {group.grp}", points, time, decades))
+        for title, points in measures.items()
+        if points
     ]
-    return _PlotPair(_parts(label), plots)
+    visible = _in_words(group.shown)
+    if group.earliest is not None and group.latest is not None:
+        estimate = f"estimate: {_in_words(group.earliest)} … {_in_words(group.latest)}"
+        visible = estimate if group.shown.p50 is None else f"{visible}; {estimate}"
+    return _ShownGroup(group, _in_words(group.decided), visible, plots)
 
 
-def _kind_of(label: str) -> str:
-    return label.partition(":")[0]
+def _in_words(whole: Percentiles) -> str:
+    return " / ".join("–" if value is None else duration(value) for value in whole)
 
 
-def _parts(label: str) -> _Label:
-    kind, _, name = label.partition(":")
-    return _Label(kind, name) if name else _Label("", label)
+def _ages(ages: Histogram | None) -> list[tuple[str, int, float]]:
+    """Return the ages that pending transactions have: in words, their number, its share of the
+    greatest number."""
+    if ages is None or not any(ages.counts):
+        return []
+    words = [*(f"to {duration(bound)}" for bound in ages.bounds), "longer"]
+    most = max(ages.counts)
+    rows = zip(words, ages.counts, strict=True)
+    return [(text, number, number / most) for text, number in rows if number]
 
 
-def _ordered(labels: Sequence[str]) -> list[str]:
-    """Return each label once, topics before groups; within a kind in their given order, which is
-    by number of transactions."""
-    kinds = sorted({_kind_of(label) for label in labels}, reverse=True)
-    return [label for kind in kinds for label in dict.fromkeys(labels) if _kind_of(label) == kind]
-
-
-def _cells(histogram: Histogram | None) -> Iterator[str]:
-    yield count(sum(histogram.counts)) if histogram else "–"
-    for share in (0.5, 0.99):
-        value = percentile(histogram, share) if histogram else None
-        yield str(value) if value else "–"
-
-
-# --- topics that were read -------------------------------------------------------------------
+def _set_aside(summary: RunSummary, broken: Sequence[BrokenRecord]) -> list[tuple[str, str, str]]:
+    """Return everything that was not judged: what, where and why."""
+    held = () if summary.cut is None else summary.cut.held
+    return [
+        *(("target", topic, why) for topic, why in summary.unread_targets.items()),
+        *(
+            ("target", topic, f"does not exist; {plural(n, 'transaction')} committed to it")
+            for topic, n in summary.missing_targets.items()
+        ),
+        *(
+            ("partition", place, "ends in an open transaction, of another producer or a hanging "
+             "one: messages missing after it are late, never lost")
+            for place in held
+        ),
+        *(
+            ("records", topic, f"retention removed {plural(n, 'record')} before any run read them")
+            for topic, n in summary.taken.items()
+        ),
+        *(
+            ("own record" if one.own else "another's record",
+             f"{one.topic}-{one.partition}@{one.offset}", one.why)
+            for one in broken
+        ),
+    ]  # fmt: skip
 
 
 class _ReadTopic(NamedTuple):

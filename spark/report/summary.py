@@ -3,35 +3,29 @@ Spark adds up; the driver receives data in proportion to the groups and topics t
 to the number of transactions."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from pyspark.sql import Column, DataFrame, Row, Window
+from msgspec import structs
+from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F
 
-from txbroker.spark.facts.extract import Extract
-from txbroker.spark.facts.history import TableCount
+from txbroker.spark.business import FINDINGS
 from txbroker.spark.schema import (
-    BUSINESS_KINDS,
     KIND_NAMES,
     TEXT_MAX,
     BrokenRecord,
     Example,
+    Extract,
     Histogram,
     RunSummary,
     SnapshotBounds,
     Terms,
 )
 
-LATENCY_BOUNDS_MS = (
-    5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 30_000, 60_000, 300_000, 1_800_000,
-    7_200_000, 86_400_000,
-)  # fmt: skip
 AGE_BOUNDS_MS = (
     1000, 5000, 15_000, 60_000, 300_000, 900_000, 3_600_000, 21_600_000, 86_400_000, 604_800_000,
 )  # fmt: skip
-LABELS_MAX = 20
-"""Topics, and groups, whose latencies are shown: those with the most transactions."""
 EXAMPLES_A_KIND = 10
 """Examples for each kind of finding."""
 SET_ASIDE_SHOWN = 20
@@ -47,24 +41,28 @@ class VerdictTotals(NamedTuple):
     drift: dict[str, int]
     examples: tuple[Example, ...]
     pending_age: Histogram
-    decide_latency: tuple[Histogram, ...]
-    visible_latency: tuple[Histogram, ...]
+    oldest_undecided_ms: int | None
 
 
 def add_up(verdicts: DataFrame, now_ms: int) -> VerdictTotals:
     """Add up the verdicts of a run; pending transactions have their age at `now_ms`."""
-    drift = _drift(verdicts)
-    counts = _counts(verdicts, now_ms).persist()
-    try:
-        rows = counts.groupBy("state", "age").agg(*_sums("n", "carried")).collect()
-        latencies = _latencies(counts)
-    finally:
-        counts.unpersist()
-    states, ages = Counter[str](), Counter[int]()
+    age = F.when(F.col("state") == "pending", F.lit(now_ms) - F.col("prepared_at_ms"))
+    rows = (
+        verdicts.select("state", "carry", "findings", age.alias("age"))
+        .groupBy("state", "findings", _bucket(F.col("age"), AGE_BOUNDS_MS).alias("bucket"))
+        .agg(
+            F.count("*").alias("n"), F.count_if("carry").alias("carried"), F.max("age").alias("age")
+        )
+        .collect()
+    )
+    oldest = [row["age"] for row in rows if row["age"] is not None]
+    states, ages, found = Counter[str](), Counter[int](), Counter[str]()
     for row in rows:
         states[row["state"]] += row["n"]
-        if row["age"] is not None:
-            ages[row["age"]] += row["n"]
+        found.update(dict.fromkeys(row["findings"], row["n"]))
+        if row["bucket"] is not None:
+            ages[row["bucket"]] += row["n"]
+    drift = {kind: found[kind] for kind in KIND_NAMES if kind in found}
     return VerdictTotals(
         transactions=states.total(),
         carried=sum(row["carried"] for row in rows),
@@ -72,35 +70,7 @@ def add_up(verdicts: DataFrame, now_ms: int) -> VerdictTotals:
         drift=drift,
         examples=_examples(verdicts, drift),
         pending_age=Histogram("pending", AGE_BOUNDS_MS, _filled(AGE_BOUNDS_MS, ages)),
-        decide_latency=latencies["decide"],
-        visible_latency=latencies["visible"],
-    )
-
-
-def _sums(*names: str) -> list[Column]:
-    return [F.sum(name).alias(name) for name in names]
-
-
-# --- one pass over all rows --------------------------------------------------------------------
-
-
-def _counts(verdicts: DataFrame, now_ms: int) -> DataFrame:
-    """Return the number of transactions with the same group, topics, state and buckets."""
-    decide = F.col("decided_at_ms") - F.col("prepared_at_ms")
-    visible = F.col("visible_at_ms") - F.col("decided_at_ms")
-    age = F.when(F.col("state") == "pending", F.lit(now_ms) - F.col("prepared_at_ms"))
-    return (
-        verdicts.select(
-            "state",
-            "grp",
-            "topics",
-            F.col("carry").cast("int").alias("carry"),
-            _bucket(decide, LATENCY_BOUNDS_MS).alias("decide"),
-            _bucket(visible, LATENCY_BOUNDS_MS).alias("visible"),
-            _bucket(age, AGE_BOUNDS_MS).alias("age"),
-        )
-        .groupBy("state", "grp", "topics", "decide", "visible", "age")
-        .agg(F.count("*").alias("n"), F.sum("carry").alias("carried"))
+        oldest_undecided_ms=max(oldest, default=None),
     )
 
 
@@ -111,42 +81,6 @@ def _bucket(value: Column, bounds_ms: Sequence[int]) -> Column:
 
 def _over(value: Column, bound: int) -> Column:
     return (value > bound).cast("int")
-
-
-def _latencies(counts: DataFrame) -> dict[str, tuple[Histogram, ...]]:
-    """Return histograms of the topics and groups that have the most transactions, by measure."""
-    measured = {
-        "decide": F.col("decide"),
-        "visible": F.when(F.col("state") == "promoted", F.col("visible")),
-    }
-    values = [F.col("n"), *(column.alias(measure) for measure, column in measured.items())]
-    topics = counts.select(F.lit("topic").alias("kind"), F.explode("topics").alias("name"), *values)
-    groups = counts.select(F.lit("group").alias("kind"), F.col("grp").alias("name"), *values)
-    buckets = [
-        F.sum(F.when(F.col(measure) == number, F.col("n")).otherwise(0)).alias(f"{measure}{number}")
-        for measure in measured
-        for number in range(len(LATENCY_BOUNDS_MS) + 1)
-    ]
-    labels = (
-        topics.unionAll(groups)
-        .where("name is not null and (decide is not null or visible is not null)")
-        .groupBy("kind", "name")
-        .agg(F.sum("n").alias("n"), *buckets)
-    )
-    most = Window.partitionBy("kind").orderBy(F.col("n").desc(), "name")
-    shown = labels.withColumn("place", F.row_number().over(most)).where(
-        F.col("place") <= LABELS_MAX
-    )
-    # Topics first, those with the most transactions before others.
-    rows = sorted(shown.collect(), key=lambda row: (row["kind"] == "group", row["place"]))
-    return {measure: tuple(_histograms(rows, measure)) for measure in measured}
-
-
-def _histograms(rows: Iterable[Row], measure: str) -> Iterator[Histogram]:
-    for row in rows:
-        counts = tuple(row[f"{measure}{n}"] for n in range(len(LATENCY_BOUNDS_MS) + 1))
-        if any(counts):
-            yield Histogram(f"{row['kind']}:{row['name']}", LATENCY_BOUNDS_MS, counts)
 
 
 def _filled(bounds_ms: Sequence[int], counts: Mapping[int, int]) -> tuple[int, ...]:
@@ -167,26 +101,20 @@ class Unread(NamedTuple):
 def count_unread(broken: DataFrame) -> Unread:
     """Count the rows of the table of broken records, and return the first of them, ours before
     others'."""
-    counts = broken.agg(F.count("*"), F.count_if("own")).first() or (0, 0)
-    if not counts[0]:
+    if broken.isEmpty():
         return Unread(0, 0, ())
+    counts = broken.agg(F.count("*"), F.count_if("own")).first() or (0, 0)
+    return Unread(counts[0], counts[1], set_aside(broken, SET_ASIDE_SHOWN))
+
+
+def set_aside(broken: DataFrame, most: int) -> tuple[BrokenRecord, ...]:
+    """Return some unreadable records of a run, txbroker's first."""
     ordered = broken.orderBy(F.col("own").desc(), "topic", "partition", "offset")
-    rows = ordered.select("topic", "partition", "offset", "why", "own").head(SET_ASIDE_SHOWN)
-    return Unread(counts[0], counts[1], tuple(BrokenRecord(*row) for row in rows))
+    rows = ordered.select("topic", "partition", "offset", "why", "own").head(most)
+    return tuple(BrokenRecord(*row) for row in rows)
 
 
 # --- findings ----------------------------------------------------------------------------------
-
-
-def _found(verdicts: DataFrame) -> DataFrame:
-    # A row with findings is in the folder of the gravest one; other folders are not opened.
-    return verdicts.where(F.col("verdict").isin(*KIND_NAMES))
-
-
-def _drift(verdicts: DataFrame) -> dict[str, int]:
-    kinds = _found(verdicts).select(F.explode("findings").alias("kind"))
-    counts = {row["kind"]: row["count"] for row in kinds.groupBy("kind").count().collect()}
-    return {kind: counts[kind] for kind in KIND_NAMES if kind in counts}
 
 
 def _examples(verdicts: DataFrame, kinds: Iterable[str]) -> tuple[Example, ...]:
@@ -229,51 +157,64 @@ def unread_topics(cut: SnapshotBounds) -> dict[str, str]:
     return {target.topic[:TEXT_MAX]: target.unread for target in unread[:TOPICS_MAX]}
 
 
-def committed_to_missing(verdicts: DataFrame, cut: SnapshotBounds, terms: Terms) -> MissingTargets:
+def committed_to_missing(
+    verdicts: DataFrame, op: str, cut: SnapshotBounds, terms: Terms
+) -> DataFrame:
     """Return the transactions that were committed, and are late, to topics that do not exist.
 
     Whether a message was visible before its topic was deleted makes no difference: a run that reads
     everything again cannot know. For the same reason only transactions with a half message that is
     still there count. Refused ones are left out, because their copy is kept.
+
+    Args:
+        verdicts: the valid verdict of each transaction.
+        op: the operation topic, which has the evidence.
+
+    Returns:
+        Columns as in `judged.MISSING`, `decided_at_ms`, and the topics as `missing`.
     """
     starts = F.array(*[F.lit(start).cast("bigint") for start in cut.half.starts])
-    missing = verdicts.select(
-        "id",
-        F.coalesce("grp", F.lit("")).alias("grp"),
-        "decided_at_ms",
-        F.array_intersect("topics", F.array(*map(F.lit, missing_topics(cut)))).alias("missing"),
-    ).where(
+    names = F.array(*map(F.lit, missing_topics(cut)))
+    late = (
         (F.col("decision") == "commit")
         & (F.col("state") != "refused")
         & (F.col("decided_at_ms") < terms.now_ms - terms.late_after_ms)
-        & (F.col("half_offset") >= F.get(starts, F.col("half_partition")))
-        & (F.size("missing") > 0)
     )
-    missing = missing.persist()
-    try:
-        counts = missing.select(F.explode("missing").alias("topic")).groupBy("topic").count()
-        most = counts.orderBy(F.col("count").desc(), "topic").head(TOPICS_MAX)
-        oldest = missing.orderBy("decided_at_ms", "id").head(EXAMPLES_A_KIND)
-        return MissingTargets(
-            missing.count(),
-            {row["topic"][:TEXT_MAX]: row["count"] for row in most},
-            tuple(
-                Example(
-                    row["id"],
-                    ("target_missing",),
-                    row["grp"][:TEXT_MAX],
-                    f"committed to {', '.join(row['missing'])}"[:TEXT_MAX],
-                )
-                for row in oldest
-            ),
-        )
-    finally:
-        missing.unpersist()
+    missing = verdicts.where(late).withColumn("missing", F.array_intersect("topics", names))
+    return missing.where(F.size("missing") > 0).select(
+        "id",
+        F.lit("target_missing").alias("kind"),
+        F.coalesce("grp", F.lit("")).alias("grp"),
+        F.lit(op).alias("topic"),
+        F.col("half_partition").alias("partition"),
+        F.col("op_offset").alias("offset"),
+        F.concat(F.lit("committed to "), F.array_join("missing", ", ")).alias("why"),
+        F.coalesce(
+            F.col("half_offset") >= F.get(starts, F.col("half_partition")), F.lit(False)
+        ).alias("kept"),
+        "decided_at_ms",
+        "missing",
+    )
 
 
-def summary_of(
-    run: str, mode: str, staged: Extract, read: Mapping[str, TableCount], tally: VerdictTotals
-) -> RunSummary:
+def _counted_missing(rows: DataFrame) -> MissingTargets:
+    """Count the findings of `committed_to_missing`, which are read several times."""
+    found = rows.where("kept")
+    counts = found.select(F.explode("missing").alias("topic")).groupBy("topic").count()
+    most = counts.orderBy(F.col("count").desc(), "topic").head(TOPICS_MAX)
+    oldest = found.orderBy("decided_at_ms", "id").head(EXAMPLES_A_KIND)
+    return MissingTargets(
+        found.count(),
+        {row["topic"][:TEXT_MAX]: row["count"] for row in most},
+        tuple(_example(row) for row in oldest),
+    )
+
+
+def _example(row: Row) -> Example:
+    return Example(row["id"], (row["kind"],), row["grp"][:TEXT_MAX], row["why"][:TEXT_MAX])
+
+
+def summary_of(run: str, mode: str, staged: Extract, tally: VerdictTotals) -> RunSummary:
     """Return a run's summary without its times and the business."""
     cut, unread = staged.cut, count_unread(staged.broken)
     reads = (cut.half, cut.op, cut.parked, *cut.targets)
@@ -285,7 +226,7 @@ def summary_of(
         started_ms=0,
         took_s=0.0,
         cut=cut,
-        records={name: table.rows for name, table in read.items()},
+        records={name: table.rows for name, table in staged.read.items()},
         quarantined=unread.records,
         set_aside=unread.shown,
         unread_targets=unread_topics(cut),
@@ -294,11 +235,43 @@ def summary_of(
     )
 
 
-def business_examples(found: DataFrame, kinds: Mapping[str, int]) -> tuple[Example, ...]:
-    """Return some of the transactions that do not agree with the business."""
-    meanings = {kind.name: kind.meaning for kind in BUSINESS_KINDS}
+def with_topics_and_business(
+    summary: RunSummary,
+    missing: DataFrame | None,
+    business: DataFrame | None,
+    compared: Mapping[str, int],
+) -> RunSummary:
+    """Add the findings about missing topics and of the business to a summary.
+
+    Args:
+        missing: of `committed_to_missing`; None: no topic is missing.
+        business, compared: findings and counts of `business.compare`; None without a comparison.
+    """
+    drift, examples = dict(summary.drift), [*summary.examples]
+    topics: dict[str, int] = {}
+    if missing is not None:
+        found = _counted_missing(missing)
+        topics, examples = found.topics, [*examples, *found.examples]
+        drift |= {"target_missing": found.transactions} if found.transactions else {}
+    if business is not None:
+        kinds = {kind: compared[kind] for kind in FINDINGS if compared.get(kind)}
+        drift, examples = drift | kinds, [*examples, *_business_examples(business, kinds)]
+    return structs.replace(
+        summary,
+        drift=drift,
+        missing_targets=topics,
+        business=dict(compared),
+        examples=tuple(examples),
+    )
+
+
+def _business_examples(found: DataFrame, kinds: Iterable[str]) -> tuple[Example, ...]:
+    """Return some of the transactions that do not agree with the business.
+
+    `found`: columns as in `judged.FOUND`.
+    """
     return tuple(
-        Example(row["id"], (kind,), "", meanings[kind])
+        _example(row)
         for kind in kinds
         for row in found.where(F.col("kind") == kind).orderBy("id").head(EXAMPLES_A_KIND)
     )

@@ -1,12 +1,13 @@
 """The streaming query: Kafka records of all topics to findings, through Spark's state store.
 
-The query's watermark does not come from records: an idle topic would hold it back, and the newest
-record of one partition would push it past all others. It comes from the stream's *ticks*, which
-name the moment up to which every log was read; all other rows have no event time.
+Every bucket reads every tick of the stream, a record that names the moment up to which all logs
+were read. Spark's watermark is not used: it would take effect a batch later.
 """
 
+import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped]
@@ -25,24 +26,49 @@ from txbroker.spark.facts.messages import (
 from txbroker.spark.judge import fold, judge, rows
 from txbroker.spark.schema import TopicNames
 from txbroker.spark.stream import state
-from txbroker.spark.stream.state import Bucket, BucketChanges, Fact, StreamFinding, StreamTerms
-
-OUTPUT = (
-    "what string, name string, number bigint, id string, grp string, why string, "
-    "first_seen_ms bigint, at_ms bigint"
+from txbroker.spark.stream.state import (
+    Bucket,
+    BucketChanges,
+    Fact,
+    FindingChange,
+    StreamTerms,
+    Tick,
 )
-"""Output rows: new findings (`what` is `finding`, `name` the kind), changes of counts (`what` and
-`name` as in `BucketChanges.counts`), names of targets that are not read (`what` is `target`),
-and some unreadable records (`what` is `set_aside`, `why` a `schema.BrokenRecord` as JSON)."""
+
+FINDING = {
+    "state": "",
+    "id": "",
+    "kind": "",
+    "group": "",
+    "why": "",
+    "at_ms": 0,
+    "first_ms": 0,
+    "last_ms": 0,
+    "topic": "",
+    "partition": -1,
+    "offset": -1,
+}
+"""Columns of a finding, with the values that stand for none."""
+OUTPUT = "what string, name string, number bigint, " + ", ".join(
+    f"`{name}` {'string' if none == '' else 'bigint'}" for name, none in FINDING.items()
+)
+"""Output rows: changes of findings (`what` is `finding`), changes of counts (`what` and `name` as
+in `BucketChanges.counts`), names of targets that are not read (`what` is `target`), and some
+unreadable records (`what` is `set_aside`, `why` a `schema.BrokenRecord` as JSON)."""
+TARGETS_SOURCE = 3
+"""Number of the source of targets in Spark's offset files."""
 BROKEN, TICK = "broken", "tick"
-"""Tables of rows that are no facts: unreadable records, and the stream's clock."""
+"""Tables of rows that are no facts: unreadable records, and the stream's ticks."""
 SET_ASIDE_MAX = 20
 """Maximum number of unreadable records that are reported with their position."""
-_PIECE_CHARS = 8_192
+GRACE_MS = 2000
+"""Delay of the moment after a tick: brokers' clocks differ by less, and the end of a Kafka
+transaction reaches all its partitions within this time."""
+_PIECE_BYTES = 8_192
 
 
 class Texts:
-    """A bucket's texts in Spark's state store, in pieces.
+    """A bucket's texts in Spark's state store: compressed, and in pieces.
 
     Python must hand Java short values: Spark 4.0 fails on some hundred KiB. Another piece follows
     each full one.
@@ -52,19 +78,19 @@ class Texts:
         self._state = state
 
     def read(self, name: str) -> str | None:
-        pieces: list[str] = []
+        pieces: list[bytes] = []
         while (piece := self._state.getValue(_key(name, len(pieces)))) is not None:
-            pieces.append(str(piece[0]))
-            if len(pieces[-1]) != _PIECE_CHARS:
+            pieces.append(bytes(piece[0]))
+            if len(pieces[-1]) != _PIECE_BYTES:
                 break
-        return "".join(pieces) if pieces else None
+        return zlib.decompress(b"".join(pieces)).decode() if pieces else None
 
     def write(self, name: str, text: str | None) -> None:
-        starts = () if text is None else range(0, len(text) + 1, _PIECE_CHARS)
+        packed = b"" if text is None else zlib.compress(text.encode(), 1)
+        starts = () if text is None else range(0, len(packed) + 1, _PIECE_BYTES)
         for number, start in enumerate(starts):
-            self._state.updateValue(
-                _key(name, number), ((text or "")[start : start + _PIECE_CHARS],)
-            )
+            piece = packed[start : start + _PIECE_BYTES]
+            self._state.updateValue(_key(name, number), (piece,))
         number = len(starts)
         while self._state.containsKey(_key(name, number)):
             self._state.removeKey(_key(name, number))
@@ -76,90 +102,88 @@ def _key(name: str, number: int) -> tuple[str]:
 
 
 class TransactionProcessor(StatefulProcessor):
-    """Adds new records to a bucket, and examines it when something is due."""
+    """Adds new records to a bucket, and examines it with each tick."""
 
     def __init__(self, terms: StreamTerms) -> None:
         self._terms = terms
 
     def init(self, handle: StatefulProcessorHandle) -> None:
         """Start work on a partition of the state."""
-        self._handle = handle
-        self._texts = handle.getMapState("texts", "name string", "text string")
+        self._texts = handle.getMapState("texts", "name string", "piece binary")
 
     def handleInputRows(
         self, key: Any, rows: Iterator[pd.DataFrame], timerValues: Any
     ) -> Iterator[pd.DataFrame]:
-        """Add new records."""
-        import json
-
+        """Add new records, and examine due transactions."""
         facts: list[Fact] = []
+        ticks: list[Tick] = []
         broken: list[dict[str, Any]] = []
         for frame in rows:
             columns = (frame[name].tolist() for name in ("table", "id", "facts"))
             for table, id, text in zip(*columns, strict=True):
                 if table == BROKEN:
                     broken.append(json.loads(text))
-                elif table != TICK:
+                elif table == TICK:
+                    at_ms, moment_ms = json.loads(text)
+                    ticks.append(Tick(at_ms, max(moment_ms - GRACE_MS, 0)))
+                else:
                     facts.append(Fact(table, id, json.loads(text)))
-        heard = self._look(facts, timerValues)
+        bucket = Bucket(Texts(self._texts), self._terms)
+        changes = bucket.look(facts, ticks)
         own = [record for record in broken if record["own"]]
-        heard.counts["quarantined", "records"] += len(broken)
-        heard.counts["drift", "unreadable"] += len(own)
-        heard.drift.extend(_unreadable(record, self._moment_ms(timerValues)) for record in own)
+        changes.counts["quarantined", "records"] += len(broken)
+        changes.counts["drift", "unreadable"] += len(own)
+        changes.findings.extend(_unreadable(record, bucket.moment_ms) for record in own)
         ours_first = sorted(broken, key=lambda record: not record["own"])[:SET_ASIDE_MAX]
-        yield from _frames(heard, [json.dumps(record) for record in ours_first])
-
-    def handleExpiredTimer(
-        self, key: Any, timerValues: Any, expiredTimerInfo: Any
-    ) -> Iterator[pd.DataFrame]:
-        """Examine transactions that are due."""
-        yield from _frames(self._look([], timerValues))
-
-    def _look(self, facts: list[Fact], timers: Any) -> BucketChanges:
-        moment_ms = self._moment_ms(timers)
-        heard = Bucket(Texts(self._texts), self._terms, moment_ms).look(facts)
-        if heard.due_ms is not None:
-            self._handle.registerTimer(heard.due_ms)
-        return heard
-
-    def _moment_ms(self, timers: Any) -> int:
-        return max(int(timers.getCurrentWatermarkInMs()), 0)
+        yield from _frames(changes, [json.dumps(record) for record in ours_first])
 
     def close(self) -> None:
         """End work on a partition of the state."""
 
 
-def _unreadable(record: dict[str, Any], moment_ms: int) -> StreamFinding:
+def _unreadable(record: dict[str, Any], moment_ms: int) -> FindingChange:
     """Return the finding of an unreadable record of ours; its position stands for an id."""
-    place = f"{record['topic']}-{record['partition']}@{record['offset']}"
-    return StreamFinding(place, "unreadable", "", record["why"], moment_ms, moment_ms)
+    topic, partition, offset = record["topic"], record["partition"], record["offset"]
+    return FindingChange(
+        "opened",
+        f"{topic}-{partition}@{offset}",
+        "unreadable",
+        "",
+        record["why"],
+        *(moment_ms, moment_ms, moment_ms),
+        *(topic, partition, offset),
+    )
 
 
-def _frames(heard: BucketChanges, set_aside: Sequence[str] = ()) -> Iterator[pd.DataFrame]:
-    rows = [("finding", finding.kind, 1, *_columns(finding)) for finding in heard.drift]
-    rows += [(what, name, by, *_NOTHING) for (what, name), by in heard.counts.items() if by]
-    rows += [("target", topic, 1, *_NOTHING) for topic in sorted(heard.targets)]
-    rows += [("set_aside", "", 1, "", "", text, 0, 0) for text in set_aside]
+def _frames(changes: BucketChanges, set_aside: Sequence[str] = ()) -> Iterator[pd.DataFrame]:
+    none = tuple(FINDING.values())
+    rows: list[tuple[Any, ...]] = [
+        ("finding", finding.kind, 1, *map(_given, finding, none)) for finding in changes.findings
+    ]
+    rows += [(what, name, by, *none) for (what, name), by in changes.counts.items() if by]
+    rows += [("target", topic, 1, *none) for topic in sorted(changes.targets)]
+    rows += [("set_aside", "", 1, *{**FINDING, "why": text}.values()) for text in set_aside]
     if rows:
-        names = ["what", "name", "number", "id", "grp", "why", "first_seen_ms", "at_ms"]
-        yield pd.DataFrame(rows, columns=names)
+        yield pd.DataFrame(rows, columns=["what", "name", "number", *FINDING])
 
 
-_NOTHING = ("", "", "", 0, 0)
+def _given(value: Any, none: Any) -> Any:
+    return none if value is None else value
 
 
-def _columns(finding: StreamFinding) -> tuple[str, str, str, int, int]:
-    return finding.id, finding.group, finding.why, finding.first_seen_ms, finding.at_ms
-
-
-GRACE_MS = 2000
-"""Delay of the moment after a tick: brokers' clocks differ by less."""
 STATE_CONF = {
     "spark.sql.streaming.stateStore.providerClass": (
         "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
     ),
     # Each batch stores its changes, not all files of the database.
     "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled": "true",
+    # All parts of the state share one cache, which otherwise grows with their number.
+    "spark.sql.streaming.stateStore.rocksdb.boundedMemoryUsage": "true",
+    "spark.sql.streaming.stateStore.rocksdb.maxMemoryUsageMB": "256",
+    # Spark would read each key before it is written; the stream counts its transactions itself.
+    "spark.sql.streaming.stateStore.rocksdb.trackTotalNumberOfRows": "false",
+    # A restart needs the last batch only. Older ones fill the checkpoint folder.
+    "spark.sql.streaming.minBatchesToRetain": "10",
 }
 
 _RANDOMNESS_AT, _RANDOMNESS_LENGTH = 15, 12
@@ -176,6 +200,8 @@ class Sources(Struct, frozen=True):
         tick_key: key of the stream's ticks in the audit topic.
         records_max: records that one batch reads from each source.
         lenient: whether missing records of targets are skipped; never by default.
+        starts: first offsets of a new stream by topic and partition, of all its partitions; of
+            other topics it reads all.
     """
 
     names: TopicNames
@@ -184,6 +210,7 @@ class Sources(Struct, frozen=True):
     tick_key: str
     records_max: int
     lenient: bool = False
+    starts: Mapping[str, Mapping[str, int]] = {}
 
 
 def ship_by_value() -> None:
@@ -202,40 +229,34 @@ def plan(spark: SparkSession, sources: Sources, terms: StreamTerms, buckets: int
     # A source needs a topic even while no target is known; the audit topic holds no promoted
     # records.
     targets = [*sorted(sources.targets), names.audit]
+    visible = visible_facts(
+        _read(spark, sources, targets, strict=not sources.lenient), names.prefix
+    )
+    ticks = _read(spark, sources, [names.audit], strict=False, limited=False)
     tables = (
-        _table("half", half_facts(_read(spark, sources, [names.half])), names.half),
-        _table("op", op_facts(_read(spark, sources, [names.op])), names.op),
-        _table("parked", parked_facts(_read(spark, sources, [names.parked])), names.parked),
+        _table("half", half_facts(_read(spark, sources, [names.half])), buckets, names.half),
+        _table("op", op_facts(_read(spark, sources, [names.op])), buckets, names.op),
         _table(
-            "visible",
-            visible_facts(_read(spark, sources, targets, strict=not sources.lenient), names.prefix),
+            "parked", parked_facts(_read(spark, sources, [names.parked])), buckets, names.parked
         ),
-        _ticks(_read(spark, sources, [names.audit], strict=False, limited=False), sources.tick_key),
+        _table("visible", visible, buckets),
+        _ticks(ticks, sources.tick_key, buckets),
     )
     union = tables[0]
     for table in tables[1:]:
         union = union.unionByName(table)
-    randomness = F.substring("id", _RANDOMNESS_AT, _RANDOMNESS_LENGTH)
-    bucket = F.when(F.col("id").isNull(), 0).otherwise(
-        F.pmod(F.xxhash64(randomness), F.lit(buckets)).cast("int")
-    )
-    return (
-        union.withWatermark("moment", f"{GRACE_MS} milliseconds")
-        .withColumn("bucket", bucket)
-        .groupBy("bucket")
-        .transformWithStateInPandas(
-            statefulProcessor=TransactionProcessor(terms),
-            outputStructType=OUTPUT,
-            outputMode="append",
-            timeMode="eventTime",
-        )
+    return union.groupBy("bucket").transformWithStateInPandas(
+        statefulProcessor=TransactionProcessor(terms),
+        outputStructType=OUTPUT,
+        outputMode="append",
+        timeMode="none",
     )
 
 
 def _read(
     spark: SparkSession,
     sources: Sources,
-    topics: Iterable[str],
+    topics: Sequence[str],
     *,
     strict: bool = True,
     limited: bool = True,
@@ -244,7 +265,7 @@ def _read(
         **sources.options,
         "subscribe": ",".join(topics),
         "includeHeaders": "true",
-        "startingOffsets": "earliest",
+        "startingOffsets": _begins(sources, topics),
         "failOnDataLoss": "true" if strict else "false",
         "kafka.isolation.level": "read_committed",
     }
@@ -253,26 +274,34 @@ def _read(
     return with_at_ms(spark.readStream.format("kafka").options(**options).load())
 
 
-def _table(name: str, facts: DataFrame, topic: str | None = None) -> DataFrame:
+def _begins(sources: Sources, topics: Sequence[str]) -> str:
+    if not sources.starts:
+        return "earliest"
+    return json.dumps({topic: dict(sources.starts[topic]) for topic in topics})
+
+
+def _table(name: str, facts: DataFrame, buckets: int, topic: str | None = None) -> DataFrame:
     """Return facts as the state takes them. `topic`: the topic of all rows, where no column
     names it."""
     columns = [column for column in facts.columns if column not in ("id", "why", "own")]
     reads = F.col("why").isNull()
     named = F.col("topic") if topic is None else F.lit(topic).alias("topic")
     aside = F.to_json(F.struct(named, "partition", "offset", "why", "own"))
+    randomness = F.substring("id", _RANDOMNESS_AT, _RANDOMNESS_LENGTH)
+    bucket = F.pmod(F.xxhash64(randomness), F.lit(buckets)).cast("int")
     return facts.select(
         F.when(reads, F.lit(name)).otherwise(F.lit(BROKEN)).alias("table"),
         F.when(reads, F.col("id")).alias("id"),
         F.when(reads, F.to_json(F.struct(*columns))).otherwise(aside).alias("facts"),
-        F.lit(None).cast("timestamp").alias("moment"),
+        F.when(reads, bucket).otherwise(0).alias("bucket"),
     )
 
 
-def _ticks(records: DataFrame, key: str) -> DataFrame:
+def _ticks(records: DataFrame, key: str, buckets: int) -> DataFrame:
     moment = F.col("value").cast("string").try_cast("bigint")
     return records.where(F.col("key").cast("string") == key).select(
         F.lit(TICK).alias("table"),
         F.lit(None).cast("string").alias("id"),
-        F.lit(None).cast("string").alias("facts"),
-        F.timestamp_millis(moment).alias("moment"),
+        F.to_json(F.array("at_ms", F.coalesce(moment, F.lit(0)))).alias("facts"),
+        F.explode(F.sequence(F.lit(0), F.lit(buckets - 1))).alias("bucket"),
     )

@@ -8,8 +8,7 @@ the end of the batch before is moved past it. So each stretch of such records co
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from threading import Lock, Thread
 from typing import Any, TypeVar
 
@@ -23,32 +22,16 @@ from txbroker.kafka.tools.audit_results import KafkaDrift
 from txbroker.spark.access import AuditKafka
 from txbroker.spark.facts.bounds import far_offsets
 from txbroker.spark.folders import names_in, read_bytes, write_bytes
-from txbroker.spark.judge.rows import ALWAYS, Horizon, kept_from_ms
+from txbroker.spark.judge.rows import ALWAYS, Horizon
 from txbroker.spark.schema import TEXT_MAX, BrokenRecord, Example
-from txbroker.spark.stream.query import SET_ASIDE_MAX
+from txbroker.spark.stream.query import FINDING, SET_ASIDE_MAX, TARGETS_SOURCE
+from txbroker.spark.tables.events import Place, drift_event
 
 EXAMPLES_MAX = 20
 _WRITES_MAX = 5
+_NONE = {name: FINDING[name] for name in ("topic", "partition", "offset")}
 _Result = TypeVar("_Result")
 _Step = tuple["StreamProgress", Iterable[tuple[str, bytes]]]
-
-
-class DriftEvent(Struct, frozen=True, kw_only=True):
-    """The value of a record of the drift topic, as JSON; its key is `event`.
-
-    `event`: `ID:KIND`; each occurs once. `at`: when the finding was certain, `first_seen`: when it
-    was first suspected, both by the brokers' clocks. `v`: version of this record.
-    """
-
-    v: int = 1
-    event: str
-    id: str
-    kind: str
-    group: str
-    why: str
-    at: str
-    first_seen: str
-    stream: str
 
 
 class StreamProgress(Struct, frozen=True, kw_only=True):
@@ -64,6 +47,7 @@ class StreamProgress(Struct, frozen=True, kw_only=True):
         passed: by partition (`TOPIC-NUMBER`), the offset from which on no record that Spark cannot
             hold was counted yet.
         examples: the newest transactions with findings.
+        held: number of transactions in the state: `open`, and `ended` ones that are remembered.
     """
 
     v: int = 1
@@ -75,6 +59,7 @@ class StreamProgress(Struct, frozen=True, kw_only=True):
     examples: tuple[Example, ...] = ()
     set_aside: tuple[BrokenRecord, ...] = ()
     passed: dict[str, int] = {}
+    held: dict[str, int] = {}
 
 
 class EventLoopThread:
@@ -104,6 +89,7 @@ class FindingSink:
         kafka: the topics for findings and progress.
         call: runs coroutines in the event loop of `kafka`.
         name: the stream's.
+        installation: its `topic_prefix`.
         on_targets: called with names of topics that are not read yet and the number of their batch,
             before that batch ends.
     """
@@ -113,9 +99,11 @@ class FindingSink:
         kafka: KafkaDrift,
         call: EventLoopThread,
         name: str,
+        installation: str,
         on_targets: Callable[[frozenset[str], int], None],
     ) -> None:
-        self._kafka, self._call, self._name = kafka, call, name
+        self._kafka, self._call = kafka, call
+        self._source, self._installation = f"stream-{name}", installation
         self._on_targets = on_targets
         self._key = f"stream-progress:{name}"
         self._confirmed = False
@@ -154,14 +142,15 @@ class FindingSink:
             rows.unpersist()
 
     def _store(self, rows: DataFrame, changes: Iterable[Row], batch: int) -> None:
-        has_findings = any(row["what"] == "drift" and row["number"] > 0 for row in changes)
-        new = rows.where(F.col("what") == "finding")
+        has_findings = any(row["what"] == "drift" for row in changes)
+        changed = rows.where(F.col("what") == "finding")
+        opened = changed.where("state = 'opened'")
 
         def advance(before: StreamProgress) -> _Step:
             if before.batch >= batch:
                 return before, ()
-            examples = new.limit(EXAMPLES_MAX).collect() if has_findings else []
-            findings = self._findings(new.toLocalIterator()) if has_findings else ()
+            examples = opened.limit(EXAMPLES_MAX).collect() if has_findings else []
+            findings = self._findings(changed.toLocalIterator()) if has_findings else ()
             return _advanced(before, batch, changes, examples), findings
 
         self._write(advance)
@@ -186,45 +175,50 @@ class FindingSink:
 
     def _findings(self, rows: Iterable[Row]) -> Iterator[tuple[str, bytes]]:
         for row in rows:
-            event = f"{row['id']}:{row['name']}"
-            value = DriftEvent(
-                event=event,
-                id=row["id"],
-                kind=row["name"],
-                group=row["grp"][:TEXT_MAX],
-                why=row["why"][:TEXT_MAX],
-                at=_iso(row["at_ms"]),
-                first_seen=_iso(row["first_seen_ms"]),
-                stream=self._name,
+            place = [None if row[name] == none else row[name] for name, none in _NONE.items()]
+            yield drift_event(
+                row["state"],
+                row["id"],
+                row["kind"],
+                group=row["group"],
+                place=Place(*place),
+                why=row["why"],
+                at_ms=row["at_ms"],
+                first_ms=row["first_ms"],
+                last_ms=row["last_ms"],
+                installation=self._installation,
+                source=self._source,
             )
-            yield event, msgspec.json.encode(value)
 
 
 def _advanced(
     before: StreamProgress, batch: int, changes: Iterable[Row], examples: Iterable[Row]
 ) -> StreamProgress:
-    states, drift = dict(before.states), dict(before.drift)
+    sums = {
+        "state": dict(before.states),
+        "drift": dict(before.drift),
+        "held": dict(before.held),
+    }
     aside: list[BrokenRecord] = []
     others = {"stranger": before.strangers, "quarantined": before.quarantined}
     for row in changes:
         what, name, number = row["what"], row["name"], row["number"]
-        if what == "state":
-            states[name] = states.get(name, 0) + number
-        elif what == "drift":
-            drift[name] = drift.get(name, 0) + number
+        if what in sums:
+            sums[what][name] = sums[what].get(name, 0) + number
         elif what in others:
             others[what] += number
         elif what == "set_aside":
             aside.append(msgspec.json.decode(row["why"], type=BrokenRecord))
     newest = [
-        Example(row["id"], (row["name"],), row["grp"][:TEXT_MAX], row["why"][:TEXT_MAX])
+        Example(row["id"], (row["kind"],), row["group"][:TEXT_MAX], row["why"][:TEXT_MAX])
         for row in examples
     ]
     return msgspec.structs.replace(
         before,
         batch=batch,
-        states={name: number for name, number in states.items() if number},
-        drift={name: number for name, number in drift.items() if number},
+        states={name: number for name, number in sums["state"].items() if number},
+        drift={name: number for name, number in sums["drift"].items() if number},
+        held=sums["held"],
         strangers=others["stranger"],
         quarantined=others["quarantined"],
         set_aside=_newest(aside, before),
@@ -255,32 +249,34 @@ def _newest(aside: Sequence[BrokenRecord], before: StreamProgress) -> tuple[Brok
     )
 
 
-def _iso(at_ms: int) -> str:
-    moment = datetime.fromtimestamp(at_ms / 1000, UTC)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
 # --- the checkpoint folder -----------------------------------------------------------------------
 
 _FILE = "txbroker-stream.json"
-_VERSION = 1
+_VERSION = 2
+"""Version 1 had another layout of the state."""
 
 
 class TakenPartition(Struct, frozen=True):
-    """A partition of which records were gone when the stream reached it.
+    """A partition of which the stream does not read the first records: they were gone when it
+    reached them, or are older than it is to begin.
 
     Attributes:
         topic, partition: the partition.
-        start: the first offset kept.
-        at_ms: when the stream reached it; `ALWAYS` where records may go at any time.
-        kept_ms: the topic's retention time by then; 0 where it is unknown.
+        start: the first offset that is read.
+        at_ms: no record from this time on is missing; `ALWAYS` where records may go at any time.
+        kept_from_ms: no record with this timestamp or a later one is missing; 0 where it is
+            unknown.
     """
 
     topic: str
     partition: int
     start: int
     at_ms: int
-    kept_ms: int = 0
+    kept_from_ms: int = 0
+
+
+class _Versioned(Struct, frozen=True):
+    v: int
 
 
 class StreamManifest(Struct, frozen=True, kw_only=True):
@@ -291,6 +287,7 @@ class StreamManifest(Struct, frozen=True, kw_only=True):
         name: of the stream.
         installation: the half topic; another installation's checkpoint is refused.
         started_ms: when the stream began.
+        since_ms: it skips earlier records; 0: none.
         buckets, slot_ms: layout of the state; fixed.
         targets: topics that half messages name, whether they exist or not.
         read: those of them that the checkpoint knows.
@@ -301,6 +298,7 @@ class StreamManifest(Struct, frozen=True, kw_only=True):
     name: str
     installation: str
     started_ms: int
+    since_ms: int = 0
     buckets: int
     slot_ms: int
     targets: frozenset[str] = frozenset()
@@ -319,9 +317,9 @@ class StreamManifest(Struct, frozen=True, kw_only=True):
             op_begin_ms=ops,
             taken_ms={(taken.topic, taken.partition): taken.at_ms for taken in targets},
             kept_from_ms={
-                taken.topic: kept_from_ms(taken.at_ms, taken.kept_ms)
+                taken.topic: taken.kept_from_ms
                 for taken in targets
-                if taken.kept_ms and taken.topic not in at_any_time
+                if taken.kept_from_ms and taken.topic not in at_any_time
             },
         )
 
@@ -334,21 +332,38 @@ class StreamManifest(Struct, frozen=True, kw_only=True):
                 known[place] = taken
         return msgspec.structs.replace(self, taken=tuple(known.values()))
 
+    def starts(self, topic: str) -> dict[str, int]:
+        """Return the first offset to read of a topic's partitions, where it is not 0."""
+        return {
+            str(taken.partition): taken.start
+            for taken in self.taken
+            if taken.topic == topic and taken.start
+        }
+
 
 def read_home(spark: SparkSession, checkpoint: str) -> StreamManifest | None:
     """Return a checkpoint's manifest, None where no stream has begun there."""
     content = read_bytes(spark, _path(checkpoint))
-    if content is None:
-        return None
+    return None if content is None else decode_home(checkpoint, content)
+
+
+def decode_home(checkpoint: str, content: bytes) -> StreamManifest:
+    """Return the manifest in a file; raise a ConfigurationError if it cannot be continued."""
     try:
-        home = msgspec.json.decode(content, type=StreamManifest)
+        version = msgspec.json.decode(content, type=_Versioned).v
+        if version == _VERSION:
+            return msgspec.json.decode(content, type=StreamManifest)
     except msgspec.MsgspecError as error:
         raise ConfigurationError(
             f"{_path(checkpoint)} does not parse ({error}): name another --checkpoint"
         ) from None
-    if home.v > _VERSION:
+    if version > _VERSION:
         raise ConfigurationError(f"{_path(checkpoint)}: a newer version of txbroker wrote it")
-    return home
+    raise ConfigurationError(
+        f"{checkpoint}: an earlier version of txbroker wrote this state, which this one cannot "
+        "continue: name another --checkpoint. The new stream reads the topics from their "
+        "beginnings, or from a time that --since names"
+    )
 
 
 def write_home(spark: SparkSession, checkpoint: str, home: StreamManifest) -> None:
@@ -385,6 +400,20 @@ class _BatchOffsets:
             msgspec.json.encode(each).decode() if each else _NO_SOURCE for each in self.sources
         ]
         write_bytes(self._spark, self._path, "\n".join((*self._head, *sources)).encode())
+
+
+def begin_at(spark: SparkSession, checkpoint: str, starts: Mapping[str, dict[str, int]]) -> None:
+    """Let new targets be read from these offsets, by partition; Spark would read them whole.
+
+    No query may run. A stream without a batch yet begins by its reader's options.
+    """
+    folder = f"{checkpoint.rstrip('/')}/offsets"
+    # The last batch may be repeated. It then begins where the one before it ended.
+    numbers = sorted(int(name) for name in names_in(spark, folder) if name.isdigit())[-2:]
+    for number in numbers:
+        offsets = _BatchOffsets(spark, folder, number)
+        offsets.sources[TARGETS_SOURCE] = {**starts, **offsets.sources[TARGETS_SOURCE]}
+        offsets.write()
 
 
 def read_around(

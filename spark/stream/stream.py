@@ -1,12 +1,12 @@
 """`txbroker audit stream`: judge every transaction as its records arrive.
 Spark reads all topics at once and independently, so at any time one topic is ahead of another. The
-*tick* relates them: a record of the audit topic, written by the stream. Its append time is the
-brokers' now. After it, the stream reads the ends of all topics; once Spark has read past those
-ends, the next tick records that, and Spark's watermark moves there. All rules about time and about
-absent records use that watermark; see `state`.
+*tick* relates them: a record of the audit topic, which the stream writes every second. Its append
+time is the brokers' now. After it, the stream reads the ends of all topics. Once Spark has read
+past those ends, everything up to the tick was read: it is the *moment* that the next tick names.
+All rules about time and about absent records use it; see `state`.
 
 Half messages name the target topics. A new topic is added by restarting the query from its
-checkpoint with the longer list; no tick follows before it was read too.
+checkpoint with the longer list; no tick follows before the restart.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ import re
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -26,32 +26,38 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
+from txbroker.contract.audit import StreamFigures
 from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
 from txbroker.kafka.tools.audit_results import KafkaDrift
 from txbroker.spark.access import AuditError, AuditKafka, TopicEnds, publish
 from txbroker.spark.facts.bounds import OVERFLOW
 from txbroker.spark.facts.topics import TAKEN_BY_RETENTION
-from txbroker.spark.judge.rows import ALWAYS, can_be_topic
+from txbroker.spark.judge.rows import ALWAYS, can_be_topic, kept_from_ms
 from txbroker.spark.schema import RunSummary, Terms, TopicNames
 from txbroker.spark.session import in_words, spread
-from txbroker.spark.stream.query import STATE_CONF, Sources, plan, ship_by_value
+from txbroker.spark.stream.query import GRACE_MS, STATE_CONF, Sources, plan, ship_by_value
 from txbroker.spark.stream.state import StreamTerms
 from txbroker.spark.stream.stored import (
     EventLoopThread,
     FindingSink,
     StreamManifest,
     TakenPartition,
+    begin_at,
     read_around,
     read_home,
     write_home,
 )
 
 _LOOK_S = 0.1
-_NO_BATCH = -2
+NO_BATCH = -2
 _END_S = 20.0
 """Maximum wait for a running batch at the end; then it is aborted."""
 _DEAF_S = 60.0
 """Maximum time of retries while Kafka does not answer."""
+_TICKS_MAX = 30
+"""Ticks whose ends Spark has not read; then the next one waits."""
+_CLOCKS_APART_MS = 60_000
+"""How much earlier than `since_ms` the topics that follow the half topic are read."""
 
 _GAP = (
     "retention removed {} before the stream read them: start a new stream with another "
@@ -68,9 +74,9 @@ class StreamSettings(Struct, frozen=True):
         checkpoint: folder or URI of Spark's checkpoint.
         names: the installation's topics.
         terms: the terms of the judgement; `now_ms` has no effect.
+        since_ms: a new stream skips records of transactions that were prepared earlier; 0: none.
         every_s: interval of Spark's batches, seconds.
-        tick_s: minimum interval of ticks, seconds: a suspicion becomes a finding with the third
-            tick, and by then the end of a Kafka transaction has reached all its partitions.
+        tick_s: interval of ticks, seconds.
         summary_s: interval of the summaries sent to the proxies, seconds.
         keep_s: how long ended transactions are remembered, so that records after their end are
             recognised; at least the dedup window.
@@ -83,6 +89,7 @@ class StreamSettings(Struct, frozen=True):
     checkpoint: str
     names: TopicNames
     terms: Terms = Terms(0)
+    since_ms: int = 0
     every_s: float = 3.0
     tick_s: float = 1.0
     summary_s: float = 10.0
@@ -115,6 +122,14 @@ def start_stream(
     return stream
 
 
+class WrittenTick(NamedTuple):
+    """A tick that was written: its offset and append time, and the moment that it names."""
+
+    offset: int
+    at_ms: int
+    moment_ms: int
+
+
 class AuditStream:
     """A running stream; created by `start_stream`."""
 
@@ -126,8 +141,13 @@ class AuditStream:
         self._lock = threading.Lock()
         self._unread: dict[str, str] = {}
         """Why targets of half messages are not read, by topic."""
-        self._grown_with = _NO_BATCH
+        self._grown_with = NO_BATCH
         self._moment_ms = self._judged_ms = 0
+        self._pending: deque[tuple[WrittenTick, Positions]] = deque()
+        """Ticks with the ends after them that Spark has not read past."""
+        self._unjudged: deque[WrittenTick] = deque()
+        """Ticks that Spark has not read."""
+        self._figures: StreamFigures | None = None
         self._summary_at_s = 0.0
         self._first: Mapping[str, Any] | None = None
         """Progress of the first batch of this query: Spark keeps the last hundred only."""
@@ -142,15 +162,17 @@ class AuditStream:
         self._call = EventLoopThread(f"txbroker audit {name}")
         try:
             self._kafka = self._call(_open(self._access, name))
-            self._now_ms = self._call(self._kafka.mark(self._tick_key, b"0"))
+            self._now_ms = self._call(self._kafka.mark(self._tick_key, b"0")).timestamp_ms
             self._home = self._founded(name) if home is None else home
             if self._home.installation != self._settings.names.half:
                 raise ConfigurationError(
                     f"{self._settings.checkpoint} belongs to the topic {self._home.installation}: "
                     "name another --checkpoint"
                 )
-            self._add_targets(self._settings.targets, _NO_BATCH)
-            self._sink = FindingSink(self._kafka, self._call, name, self._add_targets)
+            self._add_targets(self._settings.targets, NO_BATCH)
+            self._sink = FindingSink(
+                self._kafka, self._call, name, self._settings.names.prefix, self._add_targets
+            )
             self._sink.begin()
         except BaseException:
             self._call.close()
@@ -195,6 +217,7 @@ class AuditStream:
             examples=progress.examples,
             strangers=progress.strangers,
             unread_targets=self._unread,
+            stream=self._figures,
         )
 
     # --- sources -----------------------------------------------------------------------------
@@ -207,13 +230,27 @@ class AuditStream:
             name=name,
             installation=settings.names.half,
             started_ms=self._now_ms,
+            since_ms=settings.since_ms,
             buckets=settings.buckets,
             slot_ms=StreamTerms().slot_ms,
         )
-        own = [self._access.own_ends(topic) for topic in (settings.names.half, settings.names.op)]
-        home = home.with_taken(_taken(own, self._now_ms))
+        names = settings.names
+        half, op, parked = map(self._access.own_ends, (names.half, names.op, names.parked))
+        taken = self._taken((half, op), home)
+        taken += _skipped(self._access, names, parked, home.since_ms, self._now_ms).values()
+        home = home.with_taken(taken)
         write_home(self._spark, settings.checkpoint, home)
         return home
+
+    def _taken(self, topics: Iterable[TopicEnds], home: StreamManifest) -> list[TakenPartition]:
+        """Return the partitions of which records are gone, may go, or are skipped."""
+        taken, names = [], self._settings.names
+        for topic in topics:
+            gone = _gone(topic, self._now_ms)
+            skipped = _skipped(self._access, names, topic, home.since_ms, self._now_ms)
+            taken += [skipped.get(number, each) for number, each in gone.items()]
+            taken += [each for number, each in skipped.items() if number not in gone]
+        return taken
 
     def _add_targets(self, topics: frozenset[str], batch: int) -> None:
         """Store topics that half messages name, so that they survive restarts."""
@@ -231,7 +268,7 @@ class AuditStream:
     def _sources(self) -> tuple[Sources, set[str]]:
         """Return the sources to read, and the targets that the checkpoint does not know."""
         with self._lock:
-            self._grown_with = _NO_BATCH
+            self._grown_with = NO_BATCH
             home = self._home
             ends, self._unread = self._ends(home.read, home.targets - home.read)
             new = ends.keys() - home.read
@@ -239,9 +276,15 @@ class AuditStream:
             lenient = bool(home.read - ends.keys())
             lenient |= any(any(topic.starts) for topic in fresh)
             gone = [TakenPartition(topic, -1, 0, ALWAYS) for topic in home.read - ends.keys()]
-            updated = home.with_taken([*_taken(fresh, self._now_ms), *gone])
+            updated = home.with_taken([*self._taken(fresh, home), *gone])
             if updated != home:
                 self._keep(updated)
+            starts = self._starts(updated, ends) if updated.since_ms else {}
+            begin_at(
+                self._spark,
+                self._settings.checkpoint,
+                {topic: starts[topic] for topic in new & starts.keys()},
+            )
         sources = Sources(
             names=self._settings.names,
             targets=frozenset(ends),
@@ -249,8 +292,24 @@ class AuditStream:
             tick_key=self._tick_key,
             records_max=self._settings.records_max,
             lenient=lenient,
+            starts=starts,
         )
         return sources, set(new)
+
+    def _starts(
+        self, home: StreamManifest, targets: Mapping[str, TopicEnds]
+    ) -> dict[str, dict[str, int]]:
+        """Return the first offsets of all topics, by partition."""
+        names = self._settings.names
+        own = (names.half, names.op, names.parked, names.audit)
+        ends = {**targets, **self._access.ends(own)}
+        return {
+            topic: {
+                **{str(number): start for number, start in enumerate(each.starts)},
+                **home.starts(topic),
+            }
+            for topic, each in ends.items()
+        }
 
     def _ends(
         self, read: Iterable[str], others: Iterable[str]
@@ -277,6 +336,8 @@ class AuditStream:
             home.horizon(self._settings.names.half, self._settings.names.op)._replace(
                 unread=frozenset(self._unread)
             ),
+            self._settings.names.half,
+            self._settings.names.op,
         )
 
     # --- running -----------------------------------------------------------------------------
@@ -312,22 +373,28 @@ class AuditStream:
             self._spark.conf.set(name, value)
         begins = self._access.ends(self._topics(sources)) if sources.lenient else {}
         query = self._query(sources)
+        self._pending.clear()
+        self._unjudged.clear()
         try:
             while not self._stop.is_set():
                 began_s = time.monotonic()
-                # Missing topics are checked before the moment advances: a topic that is created
-                # later held no message that was visible by then.
-                if not self._round(query, sources):
-                    return
-                if sources.lenient and self._first is not None:
+                last = self._progress(query)
+                has_moved = self._move(last)
+                if has_moved and sources.lenient and self._first is not None:
                     _refuse_gaps(self._first, begins, new)
-                if new or sources.lenient:
+                if has_moved and (new or sources.lenient):
                     with self._lock:
                         self._keep(msgspec.structs.replace(self._home, read=sources.targets))
                     new = set()
                     if sources.lenient:
                         return
                 self._publish()
+                if self._grown_with != NO_BATCH:
+                    # That batch ends first, or it would be repeated.
+                    if last is not None and last["batchId"] >= self._grown_with:
+                        return
+                elif len(self._pending) < _TICKS_MAX and not self._tick(sources):
+                    return
                 self._stop.wait(max(self._settings.tick_s - (time.monotonic() - began_s), 0))
         finally:
             _end(query)
@@ -342,18 +409,51 @@ class AuditStream:
         )
         self._first = None
         # The checkpoint fixes the number of tasks of the first start.
-        with spread(self._spark, 0):
+        with spread(self._spark, None):
             return writer.start()
 
     def _topics(self, sources: Sources) -> list[str]:
         names = sources.names
         return [names.half, names.op, names.parked, *sorted(sources.targets)]
 
-    def _round(self, query: StreamingQuery, sources: Sources) -> bool:
-        """Tick, and wait until Spark has read past it; return whether to keep this query."""
-        tick = str(self._moment_ms).encode()
-        self._now_ms = at_ms = self._ask(lambda: self._call(self._kafka.mark(self._tick_key, tick)))
+    def _progress(self, query: StreamingQuery) -> Mapping[str, Any] | None:
+        """Return Spark's progress of the last batch; raise the error of a query that has ended."""
+        # First: the last batch may have ended before the query did.
+        is_active, last = query.isActive, _progress(query)
+        if not is_active:
+            raise query.exception() or AuditError("Spark has ended the stream")
+        if self._first is None and last is not None:
+            self._first = json.loads(_java(query).recentProgress()[0].json())
+        return last
+
+    def _move(self, last: Mapping[str, Any] | None) -> bool:
+        """Note how far Spark has read; return whether the moment has moved."""
+        if last is None:
+            return False
+        read, has_moved = _offsets(last, "endOffset"), False
+        ticked = read.get((self._settings.names.audit, 0), -1)
+        while self._unjudged and self._unjudged[0].offset < ticked:
+            self._judged_ms = max(self._judged_ms, self._unjudged.popleft().moment_ms - GRACE_MS)
+        self._figures = _figures(last, self._sink.progress.held, self._unread_records(read))
+        # A batch that names a new target has not read it, so the moment waits for the next query.
+        grown = self._grown_with != NO_BATCH
+        while not grown and self._pending and _passed(read, self._pending[0][1]):
+            self._moment_ms, has_moved = self._pending.popleft()[0].at_ms, True
+        return has_moved
+
+    def _unread_records(self, read: Positions) -> int:
+        """Return the number of records before the newest known ends that Spark has not read."""
+        newest = self._pending[-1][1] if self._pending else {}
+        return sum(max(end - max(read.get(place, 0), 0), 0) for place, end in newest.items())
+
+    def _tick(self, sources: Sources) -> bool:
+        """Write a tick, and read the ends after it; return whether to keep this query."""
+        moment_ms = self._moment_ms
+        value = str(moment_ms).encode()
+        stored = self._ask(lambda: self._call(self._kafka.mark(self._tick_key, value)))
+        self._now_ms = stored.timestamp_ms
         others = self._home.targets - sources.targets
+        # A missing topic that is created after this held no message that was visible by now.
         ends, unread = self._ask(lambda: self._ends(self._topics(sources), others))
         if any(topic in ends for topic in others) or unread.keys() != self._unread.keys():
             return False
@@ -366,24 +466,10 @@ class AuditStream:
             for number, end in enumerate(ends[topic].ends)
             if end
         }
-        while True:
-            # First: the last batch may reach far enough, with no query to read on.
-            if not query.isActive:
-                raise query.exception() or AuditError("Spark has ended the stream")
-            last = _progress(query)
-            if self._first is None and last is not None:
-                self._first = json.loads(query.recentProgress[0].json)
-            batch = -1 if last is None else last["batchId"]
-            self._judged_ms = max(self._judged_ms, 0 if last is None else _watermark_ms(last))
-            if self._grown_with != _NO_BATCH:
-                # That batch ends first, or it would be repeated.
-                if batch >= self._grown_with:
-                    return False
-            elif last is not None and _passed(_offsets(last, "endOffset"), cut):
-                self._moment_ms = at_ms
-                return True
-            if self._stop.wait(_LOOK_S):
-                return False
+        tick = WrittenTick(stored.base_offset, stored.timestamp_ms, moment_ms)
+        self._pending.append((tick, cut))
+        self._unjudged.append(tick)
+        return True
 
     def _ask(self, question: Any) -> Any:
         """Call Kafka, with retries for a while where it does not answer."""
@@ -396,7 +482,7 @@ class AuditStream:
                     raise
 
     def _publish(self) -> None:
-        if time.monotonic() < self._summary_at_s:
+        if not self._judged_ms or time.monotonic() < self._summary_at_s:
             return
         self._summary_at_s = time.monotonic() + self._settings.summary_s
         # The next summary follows soon, so an unavailable Kafka is no reason to end.
@@ -408,16 +494,38 @@ async def _open(access: AuditKafka, name: str) -> KafkaDrift:
     return KafkaDrift(access.settings, name)
 
 
-def _taken(topics: Iterable[TopicEnds], now_ms: int) -> list[TakenPartition]:
+def _gone(topic: TopicEnds, now_ms: int) -> dict[int, TakenPartition]:
     """Return the partitions of which records are gone or may go."""
-    return [
-        TakenPartition(
-            topic.topic, number, start, ALWAYS if topic.compacted else now_ms, topic.kept_ms
-        )
-        for topic in topics
+    at_ms = ALWAYS if topic.compacted else now_ms
+    kept_ms = kept_from_ms(now_ms, topic.kept_ms) if topic.kept_ms else 0
+    return {
+        number: TakenPartition(topic.topic, number, start, at_ms, kept_ms)
         for number, start in enumerate(topic.starts)
         if start or topic.compacted
-    ]
+    }
+
+
+def _skipped(
+    access: AuditKafka, names: TopicNames, topic: TopicEnds, since_ms: int, now_ms: int
+) -> dict[int, TakenPartition]:
+    """Return the partitions of which `since_ms` skips records that are still there."""
+    if not since_ms:
+        return {}
+    # The brokers of other topics may have earlier clocks.
+    name, apart_ms = topic.topic, 0 if topic.topic == names.half else _CLOCKS_APART_MS
+    from_ms = since_ms - apart_ms
+    starts = access.offsets_at({name: len(topic.starts)}, from_ms)[name]
+    at_ms = ALWAYS if topic.compacted else now_ms + _CLOCKS_APART_MS
+    if name in (names.half, names.op, names.parked):
+        at_ms = from_ms
+    # A target's timestamps may be the users': the skipped records without one were decided before
+    # that time, all others before now.
+    removed = topic.compacted or (any(topic.starts) and not topic.kept_ms)
+    return {
+        number: TakenPartition(name, number, start, at_ms, 0 if removed else since_ms)
+        for number, start in enumerate(starts)
+        if start > topic.starts[number]
+    }
 
 
 def _end(query: StreamingQuery) -> None:
@@ -429,24 +537,36 @@ def _end(query: StreamingQuery) -> None:
 
 
 def _progress(query: StreamingQuery) -> Mapping[str, Any] | None:
-    last = query.lastProgress
-    return None if last is None else json.loads(last.json)
+    last = _java(query).lastProgress()
+    return None if last is None else json.loads(last.json())
+
+
+def _java(query: StreamingQuery) -> Any:
+    """Return a query's Java object: pyspark's `lastProgress` calls Java for each single field."""
+    return query._jsq
 
 
 def _offsets(progress: Mapping[str, Any], which: str) -> Positions:
-    """Return the offsets at which a batch began (`startOffset`) or ended (`endOffset`)."""
-    return {
-        (topic, int(number)): offset
-        for source in progress["sources"]
-        for topic, offsets in (source[which] or {}).items()
-        for number, offset in offsets.items()
-    }
+    """Return the offsets at which a batch began (`startOffset`) or ended (`endOffset`); where two
+    sources read a topic, the earlier ones."""
+    found: Positions = {}
+    for source in progress["sources"]:
+        for topic, offsets in (source[which] or {}).items():
+            for number, offset in offsets.items():
+                place = topic, int(number)
+                found[place] = min(offset, found.get(place, offset))
+    return found
 
 
-def _watermark_ms(progress: Mapping[str, Any]) -> int:
-    """Return the moment that a batch was judged by; 0: none yet."""
-    text = progress.get("eventTime", {}).get("watermark", "1970-01-01T00:00:00.000Z")
-    return round(datetime.fromisoformat(text).timestamp() * 1000)
+def _figures(progress: Mapping[str, Any], held: Mapping[str, int], unread: int) -> StreamFigures:
+    operator = progress["stateOperators"][0] if progress["stateOperators"] else {}
+    return StreamFigures(
+        unread=unread,
+        open=max(held.get("open", 0), 0),
+        ended=max(held.get("ended", 0), 0),
+        state_bytes=operator.get("customMetrics", {}).get("rocksdbSstFileSize", 0),
+        batch_ms=progress["batchDuration"],
+    )
 
 
 def _passed(positions: Positions, cut: Positions) -> bool:

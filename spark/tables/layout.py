@@ -2,7 +2,9 @@
 
 Rows are keyed, and a later run replaces a row by one with the same keys. So a run that is repeated
 leaves each row once. Times are timestamps in UTC, by the brokers' clocks; columns that end in `_ms`
-are durations in milliseconds. `day` is the date of the log clock and partitions every table.
+are durations in milliseconds. `day` partitions every table and never changes in a row: the date of
+the time in a transaction's id, of an attempt, of a finding's first opening, of the minute, or of a
+run's now.
 
 Columns keep their names, types and meanings. A newer version may add columns at the end, which are
 null in rows of earlier versions; anything else raises `TABLES_VERSION`.

@@ -5,6 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from txbroker.contract.drift import Severity
 from txbroker.core.decoding import Malformed, NewerVersion, version_of
 
 BATCH_KEY, STREAM_KEY = "batch", "stream"
@@ -18,6 +19,7 @@ TAKEN_TOPICS_MAX = 50
 
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Kind = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]{0,63}$")]
+_Name = Annotated[str, Meta(pattern="^[a-z][a-z0-9_-]{0,62}$")]
 _Kinds = Annotated[dict[_Kind, _Count], Meta(max_length=64)]
 
 
@@ -28,6 +30,32 @@ class UnreadRecord(Struct, frozen=True):
     partition: int
     offset: int
     why: str
+
+
+class StreamFigures(Struct, frozen=True, kw_only=True):
+    """Load and state of a stream.
+
+    Attributes:
+        unread: records in the topics that it has not read.
+        open: transactions that can change.
+        ended: ended transactions that it still recognises.
+        state_bytes: size of its state's files.
+        batch_ms: duration of the newest batch.
+    """
+
+    unread: _Count
+    open: _Count
+    ended: _Count
+    state_bytes: _Count
+    batch_ms: _Count
+
+
+class CheckNews(Struct, frozen=True):
+    """A check of a run; `ok` is false where it failed."""
+
+    name: _Name
+    severity: Severity
+    ok: bool
 
 
 class AuditNews(Struct, frozen=True, kw_only=True):
@@ -51,6 +79,9 @@ class AuditNews(Struct, frozen=True, kw_only=True):
         set_aside: some of the unreadable records, a bounded number.
         missing_targets: topics that do not exist, with how many transactions were committed to
             each; a bounded number of topics.
+        stream: of a stream; null in records of batches and of earlier versions.
+        acknowledged: findings that an operator has acknowledged, not counted in `drift`.
+        checks: the run compared with the limits of its file.
     """
 
     v: int = AUDIT_VERSION
@@ -69,6 +100,9 @@ class AuditNews(Struct, frozen=True, kw_only=True):
     strangers: _Count = 0
     set_aside: list[UnreadRecord] = []
     missing_targets: dict[str, _Count] = {}
+    stream: StreamFigures | None = None
+    acknowledged: _Kinds = {}
+    checks: Annotated[list[CheckNews], Meta(max_length=64)] = []
 
 
 def encode_news(news: AuditNews) -> bytes:

@@ -3,15 +3,17 @@
 Batch audits and streams write the same events. The record's key is `event`.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 DRIFT_VERSION = 2
 """Version 1 was written by streams only, and had no `state`."""
 
 DriftState = Literal["opened", "seen", "healed", "expired", "acknowledged"]
 Severity = Literal["critical", "error", "warning"]
+_Version = Annotated[int, Meta(extra_json_schema={"const": DRIFT_VERSION})]
+_Time = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
 
 
 class DriftEvent(Struct, frozen=True, kw_only=True):
@@ -36,7 +38,7 @@ class DriftEvent(Struct, frozen=True, kw_only=True):
         by, reason, until: of an acknowledgement.
     """
 
-    v: int = DRIFT_VERSION
+    v: _Version = DRIFT_VERSION
     event: str
     state: DriftState
     kind: str
@@ -47,11 +49,11 @@ class DriftEvent(Struct, frozen=True, kw_only=True):
     partition: int | None = None
     offset: int | None = None
     why: str
-    at: str
-    first_seen: str
-    last_seen: str
+    at: _Time
+    first_seen: _Time
+    last_seen: _Time
     installation: str
     source: str
     by: str | None = None
     reason: str | None = None
-    until: str | None = None
+    until: _Time | None = None

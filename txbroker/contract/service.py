@@ -441,11 +441,13 @@ class AuditOverview(Struct, frozen=True):
     Attributes:
         ended_ms: when the batch ended, or up to when the stream has judged.
         drift: transactions that did not end as decided, by kind, without zeros.
+        failed_checks: the severity of each check that failed, by its name.
     """
 
     mode: str
     ended_ms: int
     drift: dict[str, int]
+    failed_checks: dict[str, str] = {}
 
 
 class Overview(Struct, frozen=True):

@@ -102,7 +102,7 @@ def rights_needed(
         ),
         *((Role.AUDIT, topic, *name, read_all, "records to compare") for name in named),
         (Role.AUDIT, topic, settings.audit_topic, False, (READ, WRITE), "results"),
-        (Role.AUDIT, topic, drift, False, (WRITE,), "findings of streams"),
+        (Role.AUDIT, topic, drift, False, (WRITE,), "findings"),
         (
             Role.AUDIT,
             transactional_id,

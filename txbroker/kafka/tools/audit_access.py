@@ -21,7 +21,14 @@ from txbroker.kafka.client.client import (
     Unanswered,
     is_retriable,
 )
-from txbroker.kafka.client.reader import EARLIEST, LATEST, READ_COMMITTED, READ_UNCOMMITTED, Reader
+from txbroker.kafka.client.reader import (
+    EARLIEST,
+    LATEST,
+    READ_COMMITTED,
+    READ_UNCOMMITTED,
+    Reader,
+    offsets_at,
+)
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.batch import decode_batch
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
@@ -94,6 +101,18 @@ class AuditAccess(ClientOwner):
             passing = patient and any(topic.passing for topic in bounds.values())
             if not passing or not await backoff.pause():
                 return bounds
+
+    async def offsets_at(
+        self, topics: Mapping[str, int], time_ms: int
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the first offset with this timestamp or a later one, else the last stable offset,
+        of each partition. `topics`: their numbers of partitions."""
+        places = [(topic, number) for topic, count in topics.items() for number in range(count)]
+        found = await offsets_at(self._client, places, time_ms, _CHANNEL)
+        return {
+            topic: tuple(found[topic, number] for number in range(count))
+            for topic, count in topics.items()
+        }
 
     async def _bounds(self, names: list[str]) -> dict[str, TopicBounds]:
         topics = await self._client.refresh(names)

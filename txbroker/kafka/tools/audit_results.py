@@ -1,4 +1,4 @@
-"""Store the results of audits; the findings and the progress of a streaming one exactly once."""
+"""Store the results of audits; findings with the progress of their audit exactly once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 from txbroker.core.records import Record
-from txbroker.door.protocols import AppendRefused, AppendUnknown, Hanging
+from txbroker.door.protocols import Appended, AppendRefused, AppendUnknown, Hanging
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.client import ClientOwner
 from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, Producer, ProducerFenced
@@ -44,7 +44,7 @@ class KafkaAuditWriter(ClientOwner):
         if topic not in self._logs:
             await self._examine(topic)
             self._logs[topic] = KafkaLog(self._client, topic, 0, topic, _BYTES_MAX)
-        return await _append(self._logs[topic], topic, key, value)
+        return (await _append(self._logs[topic], topic, key, value)).timestamp_ms
 
     async def _examine(self, topic: str) -> None:
         facts = (await self._client.refresh([topic])).get(topic)
@@ -61,15 +61,15 @@ class KafkaAuditWriter(ClientOwner):
 
 
 class KafkaDrift(ClientOwner):
-    """Writes to the drift topic and the audit topic for one stream.
+    """Writes to the drift topic and the audit topic for one stream, or for batches.
 
-    Findings and the stream's progress are stored in one Kafka transaction. A restarted stream
+    Findings and the writer's progress are stored in one Kafka transaction. A restarted writer
     resumes from its progress and repeats no finding.
 
     One call at a time.
 
     Args:
-        name: of the stream. A new stream fences earlier ones with its name.
+        name: of the writer. A new one fences earlier ones with its name.
     """
 
     def __init__(self, settings: KafkaSettings, name: str) -> None:
@@ -81,23 +81,24 @@ class KafkaDrift(ClientOwner):
         self._log = KafkaLog(self._client, settings.audit_topic, 0, "stream", _BYTES_MAX)
         self._producer: Producer | None = None
 
-    async def mark(self, key: str, value: bytes) -> int:
-        """Append a record to the audit topic; return its append time, ms by the broker's clock.
+    async def mark(self, key: str, value: bytes) -> Appended:
+        """Append a record to the audit topic; return its offset and append time, ms by the broker's
+        clock.
 
         Raises:
             ConfigurationError: the topic is missing, refuses the record, or lacks LogAppendTime.
             KafkaUnavailable: it may or may not be stored; a retry is safe.
         """
-        at_ms = await _append(self._log, self._settings.audit_topic, key, value)
-        if at_ms < 0:
+        stored = await _append(self._log, self._settings.audit_topic, key, value)
+        if stored.timestamp_ms < 0:
             raise ConfigurationError(
                 f"{self._settings.audit_topic} must have message.timestamp.type=LogAppendTime: "
                 "run `txbroker topics apply`"
             )
-        return at_ms
+        return stored
 
     async def begin(self, key: str) -> bytes | None:
-        """Fence earlier streams of this name, and return the newest record of a key.
+        """Fence earlier writers of this name, and return the newest record of a key.
 
         Raises:
             ConfigurationError: a topic is missing.
@@ -111,10 +112,10 @@ class KafkaDrift(ClientOwner):
             await producer.start(backoff)
         except ProducerFenced:
             raise KafkaUnavailable(
-                "another stream of this name is starting, too: run one of them"
+                f"another audit begins to write findings as {self._name}, too: run one of them"
             ) from None
         reader = Reader(self._client, *self._audit, "stream/progress", append_time=False)
-        # The earlier stream's commits must be visible before the read.
+        # The earlier writer's commits must be visible before the read.
         end = await reader.end()
         while await reader.stable_end() < end:
             if not await backoff.pause():
@@ -131,7 +132,7 @@ class KafkaDrift(ClientOwner):
         """Store findings and progress, all or nothing.
 
         Raises:
-            ConfigurationError: a topic is missing or refuses a record, or another stream of this
+            ConfigurationError: a topic is missing or refuses a record, or another writer of this
                 name has begun; nothing was stored.
             KafkaUnavailable: the outcome is unknown: call `begin` again.
         """
@@ -162,7 +163,7 @@ class KafkaDrift(ClientOwner):
             raise KafkaUnavailable(str(error)) from None
         except ProducerFenced:
             raise ConfigurationError(
-                "another stream with this checkpoint is running: stop one of them"
+                f"another audit writes findings as {self._name}: stop one of them"
             ) from None
         self._producer = producer
 
@@ -180,10 +181,10 @@ class KafkaDrift(ClientOwner):
         return Backoff(self._settings.write_timeout_s, self._settings.retry_backoff_s)
 
 
-async def _append(log: KafkaLog, topic: str, key: str, value: bytes | None) -> int:
-    """Append a record to a topic; return its append time, negative without LogAppendTime."""
+async def _append(log: KafkaLog, topic: str, key: str, value: bytes | None) -> Appended:
+    """Append a record to a topic; its append time is negative without LogAppendTime."""
     try:
-        return (await log.append([Record(key.encode(), value)])).timestamp_ms
+        return await log.append([Record(key.encode(), value)])
     except AppendRefused as error:
         raise ConfigurationError(_refused(topic, error)) from None
     except AppendUnknown as error:

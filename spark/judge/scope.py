@@ -1,0 +1,180 @@
+"""Which transactions a run judges, and how far back their evidence reaches."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from msgspec import structs
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from txbroker.spark.facts.history import CarriedState, EarlierFacts, left_of
+from txbroker.spark.facts.messages import id_time_ms
+from txbroker.spark.folders import Folders, runs_in
+from txbroker.spark.judge.group import release, verdicts
+from txbroker.spark.judge.horizon import (
+    SavedHorizon,
+    gaps_between,
+    horizon_of,
+    parked_from_ms,
+    with_gaps,
+    without_removed,
+)
+from txbroker.spark.judge.rows import Horizon, JudgeTerms, kept_from_ms
+from txbroker.spark.schema import Extract, Facts, Part, SnapshotBounds, Terms
+
+
+class Scope(NamedTuple):
+    """What a run judges.
+
+    Attributes:
+        facts: of all transactions that it judges, and of `context`.
+        horizon: what retention and compaction have left.
+        context: transactions that others are compared with; this run does not judge them.
+        removed_ms: facts of earlier runs with ids up to this time may have been deleted.
+        ended: ids that this run judges again although an earlier one did not carry them: columns
+            `id` and `id_ms`; None: there are none, or, in a full run, any may be.
+        part: the transactions that the run judges; None: all of them.
+    """
+
+    facts: Facts
+    horizon: Horizon
+    context: DataFrame | None = None
+    removed_ms: int | None = None
+    ended: DataFrame | None = None
+    part: Part | None = None
+
+    def saved_horizon(self, now_ms: int) -> SavedHorizon:
+        """Return the horizon as the next run needs it. `now_ms`: of this run."""
+        return SavedHorizon.of(self.horizon, now_ms)
+
+
+def scope_of(
+    spark: SparkSession,
+    folders: Folders,
+    staged: Extract,
+    before: CarriedState | None,
+    keep: Callable[[DataFrame], DataFrame],
+) -> Scope:
+    """Return what a run judges: the facts that it has read, and those of earlier runs that are
+    judged along with them.
+
+    Args:
+        staged: the facts that the run has read, and its snapshot bounds.
+        before: the state that the last run left; None in a full run.
+        keep: caches a table until the end of the run.
+    """
+    new, cut = staged.facts, staged.cut
+    if before is None:
+        return Scope(new, horizon_of(new, cut))
+    left = left_of(before.chain.runs, runs_in(spark, folders.facts("")))
+    history = EarlierFacts(spark, folders, left)
+    horizon = before.chain.horizon.read()
+    gaps = gaps_between(before.chain.cut, cut)
+    if gaps:
+        # Markers that this run has not read are older than all that it has read.
+        decided_ms = max(before.chain.cut.op_clock_ms, default=-1)
+        horizon = with_gaps(horizon, horizon_of(new, cut, decided_ms), gaps)
+    last_ms = max((*before.chain.cut.op_clock_ms, *before.chain.cut.half_clock_ms), default=0)
+    horizon = horizon._replace(parked_from_ms=parked_from_ms(new.parked, cut, last_ms))
+    old, judged = before.facts, before.ids
+    ended: DataFrame | None = None
+    strangers = history.strangers(new, before.ids) if staged.rows else None
+    if strangers is not None:
+        strangers = keep(strangers)
+        judged = judged.union(strangers.select("id"))
+        known = history.facts(strangers)
+        if known is not None:
+            known = Facts(*map(keep, known))
+            old = old | known
+        ended = _ended(strangers, known, left.removed_ms)
+    decided = strangers is not None or before.chain.rows.get("op")
+    near = history.neighbours(old, new | old) if decided else None
+    if near is None:
+        return Scope(new | old, horizon, None, left.removed_ms, ended)
+    near = keep(near.join(judged, "id", "left_anti"))
+    known = history.facts(near)
+    facts = new | old if known is None else new | old | known
+    return Scope(facts, horizon, near, left.removed_ms, ended)
+
+
+def scope_of_part(staged: Extract, terms: Terms, part: Part) -> Scope:
+    """Return what a run of a part judges: the facts that it has read of these transactions, and of
+    those that they are compared with."""
+    near = F.col("id_ms").between(*part.id_times_ms(terms)) | F.col("id_ms").isNull()
+    facts = Facts(*(table.where(near) for table in staged.facts))
+    return Scope(facts, horizon_of(staged.facts, staged.cut), part=part)
+
+
+def scope_of_stored(
+    spark: SparkSession, folders: Folders, staged: Extract, before: CarriedState
+) -> Scope:
+    """Return what a run judges again: `staged`, the facts of all runs of a chain."""
+    left = left_of(before.chain.runs, runs_in(spark, folders.facts("")))
+    parked_ms = parked_from_ms(staged.facts.parked, staged.cut, 0)
+    horizon = before.chain.horizon.read()._replace(parked_from_ms=parked_ms)
+    return Scope(staged.facts, horizon, removed_ms=left.removed_ms)
+
+
+def _ended(strangers: DataFrame, known: Facts | None, removed_ms: int | None) -> DataFrame | None:
+    """Return those of `strangers` that an earlier run has judged, as far as its facts are there."""
+    if known is None and removed_ms is None:
+        return None
+    judged = F.lit(False) if removed_ms is None else F.col("id_ms") <= removed_ms
+    found = strangers.where(judged)
+    if known is not None:
+        for table in known:
+            found = found.union(table.select("id", "id_ms"))
+    return found.groupBy("id").agg(F.first("id_ms").alias("id_ms"))
+
+
+def judge_scope(
+    spark: SparkSession,
+    scope: Scope,
+    cut: SnapshotBounds,
+    terms: Terms,
+    write: Callable[[DataFrame], None],
+) -> None:
+    """Judge, and pass the verdicts, columns as in `schema.VERDICT` without `run`, to `write`."""
+    horizon = without_removed(scope.horizon, scope.removed_ms, len(cut.half.ends))
+    # For this run only: such a transaction may have ended by the next one.
+    horizon = horizon._replace(
+        open=_open(cut),
+        hidden=_hidden(cut),
+        kept_from_ms=_kept_from_ms(cut),
+        unread=frozenset(target.topic for target in cut.targets if target.unread),
+    )
+    try:
+        rows = verdicts(spark, scope.facts, JudgeTerms(**structs.asdict(terms)), horizon)
+        if scope.context is not None:
+            rows = rows.join(scope.context.select("id"), "id", "left_anti")
+        write(rows if scope.part is None else _verdicts_of(rows, scope.part))
+    finally:
+        release(spark)
+
+
+def _verdicts_of(rows: DataFrame, part: Part) -> DataFrame:
+    at_ms = F.coalesce("prepared_at_ms", "decided_at_ms", id_time_ms(F.col("id")))
+    rows = rows.where((at_ms >= part.from_ms) & (at_ms < part.to_ms))
+    if part.groups:
+        rows = rows.where(F.col("grp").isin(*part.groups))
+    if part.topics:
+        named = F.array_union("topics", F.col("places")["topic"])
+        rows = rows.where(F.arrays_overlap(named, F.array(*map(F.lit, part.topics))))
+    return rows
+
+
+def _kept_from_ms(cut: SnapshotBounds) -> dict[str, int]:
+    return {
+        target.topic: kept_from_ms(cut.asked_ms, target.kept_ms)
+        for target in cut.targets
+        if target.kept_ms
+    }
+
+
+def _open(cut: SnapshotBounds) -> frozenset[tuple[str, int]]:
+    return frozenset((target.topic, p) for target in cut.targets for p in target.open)
+
+
+def _hidden(cut: SnapshotBounds) -> frozenset[tuple[str, int]]:
+    """Return those that one transaction has held open during the whole run."""
+    return frozenset((topic, p) for topic, p in _open(cut) if f"{topic}-{p}" in cut.held)

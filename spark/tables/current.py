@@ -1,0 +1,67 @@
+"""Transactions of earlier runs, beside those of the run in progress."""
+
+from collections.abc import Callable
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from txbroker.spark.tables.layout import TRANSACTIONS
+from txbroker.spark.tables.store import TableStore
+
+_DAY_MS = 86_400_000
+_YEAR_10000_MS = 253_402_300_800_000
+
+_SHARED = (
+    "id", "verdict", "findings", "state", "grp", "decision", "topics", "half_partition",
+    "half_offset", "op_offset", "places",
+)  # fmt: skip
+
+
+def day_of(id_ms: Column) -> Column:
+    """Return the day of `transactions` for the time in an id; 1970-01-01 for an id without a time,
+    or with one after the year 9999, which other tools cannot read."""
+    days = F.floor(F.when(id_ms < _YEAR_10000_MS, id_ms) / _DAY_MS).cast("int")
+    return F.date_from_unix_date(F.coalesce(days, F.lit(0)))
+
+
+def held_rows(
+    store: TableStore, ids: DataFrame | None, keep: Callable[[DataFrame], DataFrame]
+) -> DataFrame | None:
+    """Return the rows of `transactions` with these ids; None where there can be none.
+
+    Args:
+        ids: columns `id` and `id_ms`; without `id_ms` all days are searched.
+        keep: caches a table until the end of the run.
+    """
+    if ids is None or not store.exists:
+        return None
+    table = store.read(TRANSACTIONS)
+    if "id_ms" in ids.columns:
+        ids = keep(ids)
+        found = ids.select(day_of(F.col("id_ms")).alias("day")).distinct().collect()
+        if not found:
+            return None
+        table = table.where(F.col("day").isin([row["day"] for row in found]))
+    return keep(table.join(ids.select("id"), "id", "left_semi"))
+
+
+def current_verdicts(store: TableStore, verdicts: DataFrame, since: str) -> DataFrame:
+    """Return one row for each transaction: some columns of `schema.VERDICT`.
+
+    A run's verdict counts before the row of an earlier run, except that `gone` replaces nothing:
+    retention has removed the evidence since.
+
+    Args:
+        verdicts: of this run.
+        since: rows of earlier runs than this do not count.
+    """
+    transactions = store.read(TRANSACTIONS).where(F.col("run") >= since)
+    times = ("prepared_at", "decided_at")
+    earlier = transactions.select(
+        *_SHARED, *(F.unix_millis(time).alias(f"{time}_ms") for time in times)
+    )
+    judged = verdicts.select(*_SHARED, *(f"{time}_ms" for time in times))
+    gone = F.col("verdict") == "gone"
+    unknown = judged.where(gone).join(earlier.select("id"), "id", "left_anti")
+    judged = judged.where(~gone).unionByName(unknown)
+    return judged.unionByName(earlier.join(judged.select("id"), "id", "left_anti"))

@@ -1,0 +1,257 @@
+"""The life of findings: opened, seen again, healed or expired, opened again, and acknowledged.
+
+A finding is open until it is judged again without it, or until the topics no longer hold its
+evidence. A run that did not judge its transaction leaves it as it is.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import reduce
+from typing import NamedTuple
+
+import msgspec
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from txbroker.spark.schema import (
+    ALL_KINDS,
+    BUSINESS_KINDS,
+    KIND_NAMES,
+    TopicNames,
+)
+from txbroker.spark.tables.judged import (
+    FOUND_COLUMNS,
+    Change,
+    JudgedRun,
+    known_keys,
+    moment,
+    shaped,
+)
+from txbroker.spark.tables.layout import DRIFT, Table
+
+_BUSINESS = tuple(kind.name for kind in BUSINESS_KINDS)
+
+
+def drift(judged: JudgedRun, read: Callable[[Table], DataFrame]) -> Change | None:
+    """Return the findings that this run opened, saw again or closed, or that were acknowledged
+    since the last one; None where there are none.
+
+    `read`: returns the rows that a table holds now.
+    """
+    was_open = judged.before is None or bool(judged.before.open_findings)
+    if not judged.summary.drift and not was_open:
+        return None
+    current = read(DRIFT)
+    new = _found(judged).select("id", "kind", F.struct(*FOUND_COLUMNS).alias("new"))
+    old = current.select("id", "kind", F.struct(*current.columns).alias("old"))
+    lives = new.join(old, ["id", "kind"], "full_outer").where(
+        "new IS NOT NULL OR old.state = 'open'"
+    )
+    # Only of findings that were open: a run judges far more transactions than have any.
+    was = current.where("state = 'open'").select("id").distinct()
+    again = judged.verdicts.select("id", "verdict").join(was, "id", "left_semi")
+    lives = lives.join(again, "id", "left")
+    removed = F.lit(True).alias("removed")
+    if judged.missing is None:
+        lives = lives.withColumn("removed", F.lit(False))
+    else:
+        gone = judged.missing.where("NOT kept").select("id", "kind", removed)
+        lives = lives.join(gone, ["id", "kind"], "left")
+    rows = judged.keep(_lived(judged, lives))
+    return Change(DRIFT, shaped(DRIFT, rows), rows.where("held").select(*known_keys(DRIFT)))
+
+
+# --- findings of a run ---------------------------------------------------------------------------
+
+
+def _found(judged: JudgedRun) -> DataFrame:
+    """Return this run's findings; columns as in `judged.FOUND`."""
+    # A row with findings is in the folder of the gravest one; other folders are not opened.
+    drifted = judged.verdicts.where(F.col("verdict").isin(*KIND_NAMES))
+    place = _place(judged.names)
+    parts = [
+        drifted.select("id", F.explode("findings").alias("kind"), "grp", place, "why").select(
+            "id", "kind", "grp", "place.*", "why"
+        )
+    ]
+    if judged.summary.drift.get("unreadable") and judged.broken is not None:
+        position = F.format_string("%s-%d@%d", "topic", "partition", "offset")
+        parts.append(
+            judged.broken.where("own").select(
+                position.alias("id"),
+                F.lit("unreadable").alias("kind"),
+                F.lit("").alias("grp"),
+                *("topic", "partition", "offset", "why"),
+            )
+        )
+    if judged.missing is not None:
+        parts.append(judged.missing.where("kept").select(*FOUND_COLUMNS))
+    if judged.business is not None:
+        parts.append(judged.business.select(*FOUND_COLUMNS))
+    return reduce(DataFrame.unionAll, parts)
+
+
+def _place(names: TopicNames) -> Column:
+    """Return where a transaction's evidence is."""
+
+    def at(topic: Column, partition: Column, offset: Column) -> Column:
+        return F.struct(topic.alias("topic"), partition.alias("partition"), offset.alias("offset"))
+
+    shown, home = F.get("places", F.lit(0)), F.col("half_partition")
+    visible = at(shown["topic"], shown["partition"], shown["offset"])
+    marker = at(F.lit(names.op), home, F.col("op_offset"))
+    half = at(F.lit(names.half), home, F.col("half_offset"))
+    return (
+        F.when(shown.isNotNull(), visible)
+        .when(F.col("op_offset").isNotNull(), marker)
+        .when(F.col("half_offset").isNotNull(), half)
+        .alias("place")
+    )
+
+
+# --- their life -------------------------------------------------------------------------------
+
+
+def _lived(judged: JudgedRun, lives: DataFrame) -> DataFrame:
+    """Return the changed rows, and whether the table holds each (`held`).
+
+    `lives`: `new`, a finding of this run; `old`, the row in the table; `verdict`, the transaction's
+    in this run; each null where there is none.
+    """
+    new, old, kind = F.col("new"), F.col("old"), F.col("kind")
+    now, run = moment(judged.now_ms), F.lit(judged.run)
+    found = new.isNotNull()
+    end = F.when(~found, _end(judged))
+    opens = found & (old.isNull() | (old["state"] != "open"))
+    accepted = _accepted(judged, F.coalesce(new["grp"], old["grp"]))
+    same = [old[f"acknowledged_{name}"].eqNullSafe(accepted[name]) for name in ("at", "until")]
+    accepts = end.isNull() & accepted.isNotNull() & ~(same[0] & same[1])
+    closed = F.when(end.isNotNull(), F.struct(now.alias("at"), run.alias("run")))
+    lived = {
+        "day": F.coalesce(old["day"], F.to_date(now)),
+        "installation": F.lit(judged.names.prefix),
+        "severity": _severity(kind),
+        **{
+            name: F.when(found, new[name]).otherwise(old[name])
+            for name in ("grp", "topic", "partition", "offset", "why")
+        },
+        "state": F.coalesce(end, F.lit("open")),
+        "opened_at": F.coalesce(old["opened_at"], now),
+        "opened_run": F.when(opens, run).otherwise(old["opened_run"]),
+        "seen_at": F.when(found, now).otherwise(old["seen_at"]),
+        "seen_run": F.when(found, run).otherwise(old["seen_run"]),
+        "times": F.coalesce(old["times"], F.lit(0)) + found.cast("int"),
+        "closed_at": closed["at"],
+        "closed_run": closed["run"],
+        **{
+            f"acknowledged_{name}": F.when(accepts, value).otherwise(old[f"acknowledged_{name}"])
+            for name, value in (
+                *((name, accepted[name]) for name in ("at", "by", "why", "until")),
+                ("run", run),
+            )
+        },
+        "held": old.isNotNull(),
+    }
+    changed = lives.where(found | end.isNotNull() | accepts)
+    return changed.select("id", "kind", *(value.alias(name) for name, value in lived.items()))
+
+
+def _end(judged: JudgedRun) -> Column:
+    """Return how an open finding that was not found again ended; null where it is still open."""
+    kind, verdict = F.col("kind"), F.col("verdict")
+    again = F.when(verdict == "gone", "expired").when(verdict.isNotNull(), "healed")
+    # A full run reads all records that there are.
+    unread = F.lit("expired" if judged.is_full else None).cast("string")
+    looked = F.lit(not judged.is_part) | verdict.isNotNull()
+    healed = F.lit(None if judged.business is None else "healed").cast("string")
+    return (
+        F.when(kind == "unreadable", unread)
+        .when(kind == "target_missing", F.when(F.col("removed"), "expired").when(looked, "healed"))
+        .when(kind.isin(*_BUSINESS), F.when(verdict == "gone", "expired").otherwise(healed))
+        .otherwise(F.coalesce(again, unread))
+    )
+
+
+def _severity(kind: Column) -> Column:
+    pairs = [F.lit(text) for each in ALL_KINDS for text in (each.name, each.severity)]
+    return F.try_element_at(F.create_map(*pairs), kind)
+
+
+# --- acknowledgements --------------------------------------------------------------------------
+
+_GIVEN = "at bigint, by string, why string, until bigint"
+
+
+def _accepted(judged: JudgedRun, group: Column) -> Column:
+    """Return the acknowledgement of a finding: the newest that names it, or the one in the table,
+    which ends now if it was withdrawn; null without any."""
+    now, old = moment(judged.now_ms), F.col("old")
+    valid = [each for each in judged.acknowledged if each.until_ms > judged.now_ms]
+    newest = {
+        _key(each.id, each.kind, each.grp): {
+            "at": each.at_ms, "by": each.by, "why": each.why, "until": each.until_ms
+        }
+        for each in sorted(valid, key=lambda each: each.at_ms)
+    }  # fmt: skip
+    text = msgspec.json.encode(newest).decode()
+    known = F.from_json(F.lit(text), f"map<string, struct<{_GIVEN}>>")
+    one = F.try_element_at(known, F.concat_ws("\n", "id", "kind", F.lit("")))
+    every = F.try_element_at(known, F.concat_ws("\n", F.lit(""), "kind", group))
+    best = F.coalesce(F.when(one["at"] >= F.coalesce(every["at"], F.lit(0)), one), every)
+    named = _given(moment(best["at"]), best["by"], best["why"], moment(best["until"]))
+    known_one = _given(*(old[f"acknowledged_{name}"] for name in ("at", "by", "why")), now)
+    return F.when(best.isNotNull(), named).when(old["acknowledged_until"] > now, known_one)
+
+
+def _given(*columns: Column) -> Column:
+    names = ("at", "by", "why", "until")
+    return F.struct(*(each.alias(name) for each, name in zip(columns, names, strict=True)))
+
+
+def _key(id: str, kind: str, group: str) -> str:
+    return "\n".join((id, kind, group))
+
+
+# --- counts ------------------------------------------------------------------------------------
+
+
+class DriftTotals(NamedTuple):
+    """Counts by kind, after a run.
+
+    Attributes:
+        open: open findings in the table.
+        acknowledged: those of this run's findings that are acknowledged.
+        changed: rows that this run changed.
+    """
+
+    open: dict[str, int]
+    acknowledged: dict[str, int]
+    changed: int
+
+
+def count_findings(
+    judged: JudgedRun, change: Change | None, read: Callable[[Table], DataFrame]
+) -> DriftTotals:
+    """Count the findings after a run; `change` and `read` as in `drift`."""
+    run, before = judged.run, judged.before
+    left = Counter[str]({} if before is None else before.open_findings)
+    if change is None:
+        return DriftTotals(dict(left), {}, 0)
+    if before is None:
+        current = read(DRIFT).where("state = 'open'").groupBy("kind").count()
+        left = Counter({row["kind"]: row["count"] for row in current.collect()})
+    accepted = (F.col("seen_run") == run) & (F.col("acknowledged_until") > moment(judged.now_ms))
+    counts = change.rows.groupBy("kind").agg(
+        F.count("*").alias("changed"),
+        F.count_if(F.col("opened_run") == run).alias("opened"),
+        F.count_if(F.col("closed_run") == run).alias("closed"),
+        F.count_if(accepted).alias("acknowledged"),
+    )
+    rows = counts.collect()
+    for row in rows:
+        left[row["kind"]] += row["opened"] - row["closed"]
+    return DriftTotals(
+        {kind: number for kind, number in left.items() if number},
+        {row["kind"]: row["acknowledged"] for row in rows if row["acknowledged"]},
+        sum(row["changed"] for row in rows),
+    )

@@ -1,0 +1,149 @@
+"""Tables in Delta Lake or Apache Iceberg, whose commits make each change whole.
+
+Applying merges the staged rows into a table by their keys. So it can be repeated, and a reader sees
+the table as before or as after it. Both formats are brought by the user, as packages of Spark.
+"""
+
+import zlib
+from functools import reduce
+
+from pyspark.errors import AnalysisException
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import StructField
+
+from txbroker.errors import ConfigurationError
+from txbroker.spark.folders import exists, names_in
+from txbroker.spark.session import has_class, setting
+from txbroker.spark.tables.formats import TableFormat
+from txbroker.spark.tables.layout import Table
+
+_GONE = "_gone"
+"""The column of merged rows that marks those to remove."""
+_SOURCE = "_staged_rows"
+_LISTING_TASKS = "spark.sql.sources.parallelPartitionDiscovery.parallelism"
+"""Delta lists the files of a table in as many tasks: 10,000 by default, which take minutes."""
+
+
+class MergedTables:
+    """The engine of a format that merges; see `store.Engine`.
+
+    Raises:
+        ConfigurationError: Spark has not loaded the format's package.
+    """
+
+    def __init__(self, spark: SparkSession, out: str, table_format: TableFormat) -> None:
+        self._spark, self._out, self._format = spark, out, table_format
+        # Spark keeps a catalog for the whole session, so each folder has its own.
+        self._catalog = f"audit_{zlib.crc32(out.encode()):08x}"
+        _, implementation = next(iter(table_format.catalog.items()))
+        if not has_class(spark, implementation):
+            raise ConfigurationError(
+                f"the tables in {out} are of {table_format.title}, and Spark has not loaded its "
+                f"package: add --conf spark.jars.packages={table_format.package}"
+            )
+        for name, value in table_format.catalog.items():
+            spark.conf.set(self._filled(name), self._filled(value))
+
+    def read(self, table: Table) -> DataFrame:
+        """Return the rows of a table."""
+        empty = self._spark.createDataFrame([], table.ddl)
+        if not self._exists(table):
+            return empty
+        rows = self._spark.table(self._name(table))
+        missing = {f.name: F.lit(None).cast(f.dataType) for f in self._missing(table)}
+        return rows.withColumns(missing).select(empty.columns)
+
+    def stage(self, staged: str, table: Table, rows: DataFrame, known: DataFrame | None) -> None:
+        """Write the new rows, and the keys of the known ones."""
+        rows.write.parquet(f"{staged}/rows")
+        if known is not None:
+            known.select("day", *table.keys).write.parquet(f"{staged}/known")
+
+    def apply(self, staged: str, table: Table) -> None:
+        """Merge the staged rows into the table."""
+        rows = self._spark.read.schema(table.ddl).parquet(f"{staged}/rows")
+        keys, days = ["day", *table.keys], rows.select("day")
+        source = rows.withColumn(_GONE, F.lit(False))
+        if exists(self._spark, f"{staged}/known"):
+            schema = rows.select(keys).schema
+            known = self._spark.read.schema(schema).parquet(f"{staged}/known")
+            gone = known.join(rows, _same(known, rows, table.keys), "left_anti")
+            source = source.unionByName(gone.withColumn(_GONE, F.lit(True)), True)
+            days = days.union(known.select("day"))
+        dates = ", ".join(f"DATE'{row.day}'" for row in days.distinct().collect())
+        if not dates:
+            return
+        self._prepare(table)
+        source.createOrReplaceTempView(_SOURCE)
+        same = " AND ".join(f"t.`{key}` <=> s.`{key}`" for key in table.keys)
+        self._spark.sql(
+            f"MERGE INTO {self._name(table)} AS t USING {_SOURCE} AS s "
+            f"ON {same} AND t.day IN ({dates}) "
+            f"WHEN MATCHED AND s.{_GONE} THEN DELETE WHEN MATCHED THEN UPDATE SET * "
+            f"WHEN NOT MATCHED AND NOT s.{_GONE} THEN INSERT *"
+        )
+        self._spark.catalog.dropTempView(_SOURCE)
+
+    def compact(self, staged: str, table: Table) -> int:
+        """Join small files, and remove those of versions older than the table keeps."""
+        if not self._exists(table):
+            return 0
+        tasks = self._spark.sparkContext.defaultParallelism
+        done = self._spark.sql(self._filled(self._format.compaction, table))
+        row = done.selectExpr(f"sum({self._format.files}) AS files").first()
+        with setting(self._spark, _LISTING_TASKS, str(tasks)):
+            for statement in self._format.cleanup:
+                self._spark.sql(self._filled(statement, table)).collect()
+        return 0 if row is None else int(row.files or 0)
+
+    def register(self, table: Table) -> None:
+        """Enter the table in the current database, where the format allows it."""
+        if not self._format.registration:
+            raise ConfigurationError(
+                f"Spark's Hive catalogue takes no tables of {self._format.title} by their path: "
+                f"leave out --catalog, and read them as those of a Hadoop catalog in {self._out}"
+            )
+        self._prepare(table)
+        self._spark.sql(self._filled(self._format.registration, table))
+
+    def _prepare(self, table: Table) -> None:
+        """Create the table, or add the columns that it lacks."""
+        if not self._exists(table):
+            new = self._spark.createDataFrame([], table.ddl).writeTo(self._name(table))
+            for name, value in self._format.properties.items():
+                new.tableProperty(name, value)
+            new.using(self._format.name).partitionedBy(F.col("day")).create()
+        if missing := self._missing(table):
+            columns = ", ".join(f"`{f.name}` {f.dataType.simpleString()}" for f in missing)
+            self._spark.sql(f"ALTER TABLE {self._name(table)} ADD COLUMNS ({columns})")
+
+    def _missing(self, table: Table) -> list[StructField]:
+        there = set(self._spark.table(self._name(table)).columns)
+        schema = self._spark.createDataFrame([], table.ddl).schema
+        return [field for field in schema if field.name not in there]
+
+    def _exists(self, table: Table) -> bool:
+        try:
+            self._spark.table(self._name(table))
+        except AnalysisException as error:
+            folder = f"{self._out}/{table.name}"
+            # A kill may leave the folder of the log, but rows are only written after it.
+            if set(names_in(self._spark, folder)) - {self._format.log}:
+                raise ConfigurationError(
+                    f"{folder} cannot be read as {self._format.title} ({error.getCondition()}): "
+                    "restore it, or name another folder with --out"
+                ) from None
+            return False
+        return True
+
+    def _name(self, table: Table) -> str:
+        return self._filled(self._format.table, table)
+
+    def _filled(self, text: str, table: Table | None = None) -> str:
+        name = "" if table is None else table.name
+        return text.format(out=self._out, catalog=self._catalog, table=name)
+
+
+def _same(one: DataFrame, other: DataFrame, keys: tuple[str, ...]) -> Column:
+    return reduce(Column.__and__, (one[key].eqNullSafe(other[key]) for key in keys))

@@ -1,0 +1,124 @@
+"""Tables as Parquet files: `OUT/TABLE/day=DAY/*.parquet`.
+
+A file is never changed. To replace rows, the files that hold them are written again without them,
+into the staging folder like the new rows. Applying renames all staged files into the table, and
+then removes the files that were written again. Both can be repeated. Between the two, a reader sees
+some rows twice, for as long as the renames take.
+"""
+
+from collections.abc import Sequence
+from datetime import date
+
+import msgspec
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from txbroker.spark.folders import (
+    exists,
+    move,
+    names_in,
+    read_bytes,
+    remove,
+    sizes_in,
+    write_bytes,
+)
+from txbroker.spark.schema import no_rows
+from txbroker.spark.session import setting
+from txbroker.spark.tables.layout import Table
+
+_TIMESTAMP_TYPE = "spark.sql.parquet.outputTimestampType"
+_REPLACED_FILE = "replaced.json"
+_SMALL_BYTES = 32 << 20
+"""Files below this size are joined."""
+_WHOLE_BYTES = 128 << 20
+"""Size of the files that they are joined to."""
+
+
+class ParquetTables:
+    """The engine of Parquet tables; see `store.Engine`."""
+
+    def __init__(self, spark: SparkSession, out: str) -> None:
+        self._spark, self._out = spark, out
+
+    def read(self, table: Table) -> DataFrame:
+        """Return the rows of a table."""
+        folder = self._folder(table)
+        if not exists(self._spark, folder):
+            return no_rows(self._spark, table.ddl)
+        return self._files(table, [folder])
+
+    def stage(self, staged: str, table: Table, rows: DataFrame, known: DataFrame | None) -> None:
+        """Write new rows, and the other rows of files that hold known ones."""
+        replaced: list[str] = []
+        if known is not None and exists(self._spark, self._folder(table)):
+            keys = ["day", *table.keys]
+            replaced = self._files_with(table, known.select(keys))
+            paths = [f"{self._folder(table)}/{name}" for name in replaced]
+            if paths:
+                rest = self._files(table, paths).join(known, keys, "left_anti")
+                rows = rows.unionByName(rest)
+        # As few files as hold the rows of a day.
+        self._write(staged, rows.hint("rebalance", "day"), replaced)
+
+    def compact(self, staged: str, table: Table) -> int:
+        """Write the small files of each day that has several again, as few ones."""
+        files: dict[str, int] = {}
+        parts: dict[date, int] = {}
+        for day in filter(_is_day, names_in(self._spark, self._folder(table))):
+            sizes = sizes_in(self._spark, f"{self._folder(table)}/{day}")
+            small = {f"{day}/{name}": n for name, n in sizes.items() if n < _SMALL_BYTES}
+            if len(small) > 1:
+                files |= small
+                parts[date.fromisoformat(day.removeprefix("day="))] = -(
+                    -sum(small.values()) // _WHOLE_BYTES
+                )
+        if files:
+            rows = self._files(table, [f"{self._folder(table)}/{name}" for name in files])
+            of_day = F.create_map(*(F.lit(each) for item in parts.items() for each in item))
+            part = F.pmod(F.xxhash64(*table.keys), of_day[F.col("day")])
+            self._write(staged, rows.repartition(sum(parts.values()), "day", part), [*files])
+        return len(files)
+
+    def apply(self, staged: str, table: Table) -> None:
+        """Rename the staged files into the table, and remove those that they replace."""
+        content = read_bytes(self._spark, f"{staged}/{_REPLACED_FILE}")
+        for day in filter(_is_day, names_in(self._spark, f"{staged}/rows")):
+            move(self._spark, f"{staged}/rows/{day}", f"{self._folder(table)}/{day}")
+        for name in msgspec.json.decode(content or b"[]", type=list[str]):
+            remove(self._spark, f"{self._folder(table)}/{name}")
+
+    def register(self, table: Table) -> None:
+        """Enter the table in the current database, with the days that it has now."""
+        self._spark.sql(
+            f"CREATE TABLE IF NOT EXISTS {table.name} ({table.ddl}) USING parquet "
+            f"PARTITIONED BY (day) LOCATION '{self._folder(table)}'"
+        )
+        self._spark.sql(f"MSCK REPAIR TABLE {table.name} SYNC PARTITIONS")
+
+    def _write(self, staged: str, rows: DataFrame, replaced: Sequence[str]) -> None:
+        # INT96, Spark's default, has no statistics, and DuckDB and Arrow call it deprecated.
+        with setting(self._spark, _TIMESTAMP_TYPE, "TIMESTAMP_MICROS"):
+            rows.write.partitionBy("day").parquet(f"{staged}/rows")
+        write_bytes(self._spark, f"{staged}/{_REPLACED_FILE}", msgspec.json.encode(replaced))
+
+    def _files(self, table: Table, paths: list[str]) -> DataFrame:
+        reader = self._spark.read.schema(table.ddl).option("basePath", self._folder(table))
+        rows = reader.parquet(*paths)
+        return rows[no_rows(self._spark, table.ddl).columns]
+
+    def _files_with(self, table: Table, known: DataFrame) -> list[str]:
+        """Return the files that hold known rows, as `day=DAY/NAME`."""
+        days = [row["day"] for row in known.select("day").distinct().collect()]
+        reader = self._spark.read.schema(table.ddl).parquet(self._folder(table))
+        named = reader.where(F.col("day").isin(days)).select(
+            "day", *table.keys, F.col("_metadata.file_name").alias("file")
+        )
+        held = named.join(known, ["day", *table.keys], "left_semi").select("day", "file").distinct()
+        return [f"day={row['day'].isoformat()}/{row['file']}" for row in held.collect()]
+
+    def _folder(self, table: Table) -> str:
+        return f"{self._out}/{table.name}"
+
+
+def _is_day(name: str) -> bool:
+    return name.startswith("day=")

@@ -1,0 +1,167 @@
+"""The tables below an output folder: a run's rows are staged, and applied once the run counts.
+
+    tables.json                 version, format and installation
+    staged/run=RUN/TABLE        rows of a run that are not applied yet
+    TABLE/…                     the tables, in their format
+
+Applying can be repeated: whatever a killed run has left of it, the next one does. Each format has
+an engine, which never sees runs: only the folder where a table's rows are staged.
+"""
+
+from datetime import date
+from typing import Protocol
+
+import msgspec
+from msgspec import structs
+from pyspark.sql import DataFrame, SparkSession
+
+from txbroker.spark.folders import (
+    exists,
+    names_in,
+    read_bytes,
+    remove,
+    write_bytes,
+    write_whole,
+)
+from txbroker.spark.schema import no_rows
+from txbroker.spark.tables.formats import MERGED
+from txbroker.spark.tables.layout import TABLES, Table
+from txbroker.spark.tables.manifest import MANIFEST_FILE, PARQUET, Manifest, manifest_of
+from txbroker.spark.tables.merging import MergedTables
+from txbroker.spark.tables.parquet import ParquetTables
+
+_CONCLUDED = "concluded"
+_DAY_MS = 86_400_000
+
+
+class Engine(Protocol):
+    """Reads and writes tables in one format."""
+
+    def read(self, table: Table) -> DataFrame:
+        """Return the rows, with the columns of `table.ddl` in that order; none where there is no
+        table. Columns that older files lack are null."""
+
+    def stage(self, staged: str, table: Table, rows: DataFrame, known: DataFrame | None) -> None:
+        """Write below the folder `staged` all that `apply` needs; see `TableStore.stage`."""
+
+    def apply(self, staged: str, table: Table) -> None:
+        """Change the table as staged. After a kill in the middle it is called again; it is not
+        called again once it has returned and `staged` was removed."""
+
+    def compact(self, staged: str, table: Table) -> int:
+        """Join the small files of a day, and return how many there were. A format whose commits
+        are whole does so at once, others write below `staged` all that `apply` needs."""
+
+    def register(self, table: Table) -> None:
+        """Enter the table in the current database of Spark's catalogue, or refresh its entry."""
+
+
+class TableStore:
+    """The tables below an output folder; made by `open_store`.
+
+    Attributes:
+        out: the output folder.
+        manifest: what `tables.json` holds, or will hold once a run stages rows.
+        exists: whether there are tables.
+    """
+
+    def __init__(
+        self, spark: SparkSession, out: str, manifest: Manifest, engine: Engine, *, exists: bool
+    ) -> None:
+        self.out, self.manifest, self.exists = out, manifest, exists
+        self._spark, self._engine = spark, engine
+
+    def read(self, table: Table) -> DataFrame:
+        """Return a table; columns as in the layout, no row where there is no table."""
+        return self._engine.read(table)
+
+    def stage(
+        self, run: str, table: Table, rows: DataFrame, known: DataFrame | None = None
+    ) -> None:
+        """Stage rows of a run, once for each table.
+
+        Args:
+            rows: the rows to add, each key once; columns as in `table.ddl`. `day` is never null.
+            known: `day` and the key columns of rows that the table may hold, each once; those rows
+                are removed. It is read several times. None: the table holds none of `rows`.
+        """
+        if not self.exists:
+            self.write(self.manifest)
+        columns = no_rows(self._spark, table.ddl).columns
+        self._engine.stage(f"{self._staged}/run={run}/{table.name}", table, rows[columns], known)
+
+    def apply(self, run: str) -> None:
+        """Change the tables as a run has staged; nothing where that was done already."""
+        folder = f"{self._staged}/run={run}"
+        names = names_in(self._spark, folder)
+        for table in TABLES:
+            if table.name in names:
+                self._engine.apply(f"{folder}/{table.name}", table)
+        remove(self._spark, folder)
+
+    def discard(self, run: str) -> None:
+        """Remove the staged rows of a run that does not count."""
+        remove(self._spark, f"{self._staged}/run={run}")
+
+    def compact(self, run: str) -> dict[str, int]:
+        """Join small files, which counts from `conclude` on; return how many, by table."""
+        folder = f"{self._staged}/run={run}"
+        return {t.name: self._engine.compact(f"{folder}/{t.name}", t) for t in TABLES}
+
+    def register(self, table: Table) -> None:
+        """Enter a table in the current database of Spark's catalogue, or refresh its entry."""
+        self._engine.register(table)
+
+    def conclude(self, run: str) -> None:
+        """Let the staged changes of an upkeep count, which has no entry in the journal."""
+        write_bytes(self._spark, f"{self._staged}/run={run}/{_CONCLUDED}", b"")
+
+    def is_concluded(self, run: str) -> bool:
+        """Return whether the staged changes count without an entry in the journal."""
+        return exists(self._spark, f"{self._staged}/run={run}/{_CONCLUDED}")
+
+    def staged_runs(self) -> list[str]:
+        """Return the runs with staged rows, the oldest first."""
+        return sorted(name.removeprefix("run=") for name in names_in(self._spark, self._staged))
+
+    def write(self, manifest: Manifest) -> None:
+        """Replace `tables.json`."""
+        content = msgspec.json.encode(manifest)
+        write_whole(self._spark, f"{self.out}/{MANIFEST_FILE}", content)
+        self.manifest, self.exists = manifest, True
+
+    def expire_before(self, day: str) -> None:
+        """Note that rows of earlier days were removed. `day`: ISO 8601."""
+        self.write(structs.replace(self.manifest, expired_before=day))
+
+    @property
+    def expired_ms(self) -> int:
+        """When the first day begins of which the tables hold all rows; 0: of all days."""
+        day = self.manifest.expired_before
+        return 0 if day is None else (date.fromisoformat(day) - date(1970, 1, 1)).days * _DAY_MS
+
+    @property
+    def _staged(self) -> str:
+        return f"{self.out}/staged"
+
+
+def open_store(
+    spark: SparkSession, out: str, installation: str | None = None, table_format: str | None = None
+) -> TableStore:
+    """Open the tables below an output folder; where there are none, the first run makes them.
+
+    Args:
+        out: a path, or a URI that Hadoop knows.
+        installation: the `topic_prefix`; None: that of the tables.
+        table_format: None: that of the tables, or Parquet where there are none.
+
+    Raises:
+        ConfigurationError: the tables do not fit, or the folder cannot be read.
+    """
+    out = out.rstrip("/")
+    content = read_bytes(spark, f"{out}/{MANIFEST_FILE}")
+    found = manifest_of(out, content, installation, table_format)
+    manifest = found or Manifest(installation or "", table_format or PARQUET)
+    merged = MERGED.get(manifest.format)
+    engine = ParquetTables(spark, out) if merged is None else MergedTables(spark, out, merged)
+    return TableStore(spark, out, manifest, engine, exists=found is not None)
