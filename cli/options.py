@@ -45,6 +45,11 @@ class Moment(click.ParamType[int]):
                 ctx,
             )
 
+    @staticmethod
+    def text(at_ms: int) -> str:
+        """Return a time as this type reads it."""
+        return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="milliseconds")
+
 
 MOMENT = Moment()
 

@@ -1,6 +1,7 @@
 """`txbroker audit`: Spark checks that every transaction, and every row of an outbox, ended as
 decided."""
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,15 +10,24 @@ from typing import Any, TypeVar
 import click
 
 from txbroker.cli.main import SuggestingGroup
-from txbroker.cli.options import FILE, SectionOption, env_option, with_options
+from txbroker.cli.options import (
+    FILE,
+    MOMENT,
+    SectionOption,
+    env_option,
+    limit_option,
+    with_options,
+)
 from txbroker.cli.output import object_output_option, output_option
 from txbroker.cli.run import DRIFT, CommandFailed
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
+from txbroker.spark.tables.manifest import FORMATS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 AUDIT_SETTINGS = (*KAFKA_SETTINGS, "data_dir", "topic_prefix", "dedup_window_s")
 RUNS_SHOWN = 20
+ROWS_SHOWN = 1000
 LAST = "last"
 
 
@@ -74,22 +84,59 @@ _AGE_OPTIONS: Callable[[F], F] = with_options(
 )
 
 
+_out_option = env_option(
+    "--out",
+    "Location of the tables: a folder, or a URI that Spark can write, such as hdfs://… or s3a://….",
+    shown="audit in --data-dir",
+    metavar="FOLDER",
+)
+_upkeep_options: Callable[[F], F] = with_options(
+    setting_options(("data_dir",)), _out_option, _SPARK_OPTIONS
+)
+_part_option = partial(click.option, cls=SectionOption, section="Part", brief=True)
 _business_option = partial(click.option, cls=SectionOption, section="Business rows", brief=True)
 
 
 @command.command("run")
 @setting_options(AUDIT_SETTINGS)
+@_out_option
 @env_option(
-    "--out",
-    "Location of the Parquet tables: a folder, or a URI that Spark can write, such as hdfs://… or "
-    "s3a://….",
-    shown="audit in --data-dir",
-    metavar="FOLDER",
+    "--format",
+    "Format of the tables.",
+    param="table_format",
+    type=click.Choice(FORMATS),
+    shown="that of the tables in --out, else parquet",
 )
 @env_option(
     "--full",
     "Read all topics from their beginning, not from the end of the last run.",
     is_flag=True,
+)
+@_part_option(
+    "--rejudge",
+    is_flag=True,
+    help="Judge the stored facts of earlier runs again, as after an upgrade, without Kafka.",
+)
+@_part_option(
+    "--from",
+    "from_ms",
+    type=MOMENT,
+    metavar="TIME",
+    help="Judge only transactions that were prepared then or later: an age such as 2h, or a date "
+    "and time in ISO 8601.",
+)
+@_part_option("--to", "to_ms", type=MOMENT, metavar="TIME", help="… and before then.")
+@_part_option(
+    "--topics", multiple=True, metavar="NAME", help="… with a message for this target. Repeatable."
+)
+@_part_option(
+    "--groups", multiple=True, metavar="NAME", help="… of this producer group. Repeatable."
+)
+@_part_option(
+    "--installations",
+    multiple=True,
+    metavar="PREFIX",
+    help="Audit the installation with this topic prefix, in a subfolder of --data-dir. Repeatable.",
 )
 @_AGE_OPTIONS
 @click.option(
@@ -131,6 +178,20 @@ _business_option = partial(click.option, cls=SectionOption, section="Business ro
 @click.option(
     "--report", type=FILE, metavar="FILE", help="Write a report with plots to this HTML file."
 )
+@env_option(
+    "--checks",
+    "Compare the run with the limits in this TOML file: latencies, volume, parked ones, ages.",
+    type=FILE,
+    metavar="FILE",
+)
+@env_option(
+    "--exit-from",
+    "The least severity of findings and failed checks that exits with 4.",
+    section="Judgement",
+    brief=True,
+    type=click.Choice(["critical", "error", "warning"]),
+    shown="that of --checks, else warning",
+)
 @_SPARK_OPTIONS
 @object_output_option
 @click.pass_context
@@ -140,28 +201,40 @@ def run_command(
     config: Path | None,
     output: str,
     out: str | None,
-    full: bool,
+    table_format: str | None,
     report: Path | None,
+    checks: Path | None,
+    exit_from: str | None,
+    installations: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Audit all transactions up to now, once.
+    """Audit all transactions up to now, or a part of them, once.
 
-    Exit code 4: a transaction did not end as it was decided.
+    Exit code 4: a transaction did not end as it was decided, or a check failed.
     """
+    from txbroker.cli.audit import batch
     from txbroker.cli.audit import run as audits
-    from txbroker.cli.audit.output import drift_in_words, show_run, unpublished_in_words
+    from txbroker.cli.audit.inputs import business_table, read_limits
+    from txbroker.cli.audit.output import show_result
 
     spark, where = audits.spark_settings(options)
-    ages_ms, business = audits.age_limits(options), audits.business_table(options)
+    ages_ms, business = audits.age_limits(options), business_table(options)
+    mode, part = batch.mode_of(options)
     settings = settings_from(config, options)
+    thresholds = read_limits(checks, exit_from)
+    if mode == "part" and (business is not None or checks is not None):
+        raise click.UsageError("--business and --checks need all transactions, not a part of them")
+    each = batch.installations(settings, installations)
     if where == "cluster":
         context.exit(audits.send_to_cluster(spark, settings, context))
-    result = audits.run_once(settings, spark, ages_ms, business, out=out, full=full, report=report)
-    show_run(result.summary, output)
-    for run in result.unpublished:
-        click.echo(unpublished_in_words(run), err=True)
-    click.echo(drift_in_words(result.summary), err=True)
-    if result.has_drift:
+    request = batch.AuditRequest(
+        ages_ms, mode, part, business, thresholds, out, table_format, report
+    )
+    fails = False
+    for result in batch.run_all(each, spark, request):
+        show_result(result.summary, output, result.acknowledged, result.unpublished)
+        fails |= result.fails
+    if fails:
         context.exit(DRIFT)
 
 
@@ -174,12 +247,25 @@ def run_command(
     shown="audit-stream in --data-dir",
     metavar="FOLDER",
 )
+@env_option(
+    "--since",
+    "Let a new stream skip transactions that were prepared earlier: an age such as 2h, or a date "
+    "and time in ISO 8601. A stream that continues from its checkpoint ignores it.",
+    type=MOMENT,
+    shown="the beginning of the topics",
+    metavar="TIME",
+)
 @_seconds("--every-s", 3.0, "Interval between judgements.")
 @_AGE_OPTIONS
 @_SPARK_OPTIONS
 @click.pass_context
 def stream_command(
-    context: click.Context, /, config: Path | None, checkpoint: str | None, **options: Any
+    context: click.Context,
+    /,
+    config: Path | None,
+    checkpoint: str | None,
+    since: int | None,
+    **options: Any,
 ) -> None:
     """Audit transactions continuously, until SIGINT or SIGTERM.
 
@@ -192,7 +278,9 @@ def stream_command(
     settings = settings_from(config, options)
     if where == "cluster":
         context.exit(audits.send_to_cluster(spark, settings, context))
-    audits.follow(settings, spark, ages_ms, checkpoint=checkpoint, every_s=every_s)
+    audits.follow(
+        settings, spark, ages_ms, checkpoint=checkpoint, since_ms=since or 0, every_s=every_s
+    )
 
 
 @command.command("outbox")
@@ -231,17 +319,113 @@ def outbox_command(
     from txbroker.cli.audit import run as audits
     from txbroker.cli.audit.outbox import outbox_in_words, run_outbox, show_outbox
 
-    spark, where = audits.spark_settings(options)
-    keep_s = audits.seconds(options, "keep_s")
-    if where == "cluster":
-        raise click.UsageError(
-            "audit outbox reaches the database from this machine: leave --deploy-mode out"
-        )
+    spark, keep_s = audits.local_driver(options), audits.seconds(options, "keep_s")
     summary = run_outbox(settings_from(config, options), spark, url, keep_s, topics)
     show_outbox(summary, output)
     click.echo(outbox_in_words(summary), err=True)
     if summary.drift:
         context.exit(DRIFT)
+
+
+@command.command("ack")
+@click.argument("what", nargs=-1, metavar="[ID] [KIND]…")
+@setting_options(("data_dir",))
+@click.option(
+    "--group", metavar="NAME", help="All transactions of this producer group; without an ID."
+)
+@click.option(
+    "--until", metavar="DATE", help="The last day, or a time in ISO 8601; UTC without another zone."
+)
+@click.option("--why", metavar="TEXT", help="The reason.")
+@click.option("--by", metavar="NAME", help="Who acknowledges.", show_default="user@machine")
+@click.option("--list", "listed", is_flag=True, help="List the acknowledgements.")
+@click.option("--remove", is_flag=True, help="Remove them, without a KIND all of the ID or group.")
+@output_option
+def ack_command(
+    what: tuple[str, ...], config: Path | None, output: str, listed: bool, **options: Any
+) -> None:
+    """Acknowledge findings until a date.
+
+    ID is a transaction, or the TOPIC-PARTITION@OFFSET of an unreadable record; KIND is what
+    `txbroker audit show` lists as findings. From the next run on they stay visible as acknowledged
+    findings, but are not counted as drift: no exit code 4, no alert. Works without Spark.
+    """
+    from txbroker.cli.audit import acknowledge
+    from txbroker.cli.audit.run import journal_of
+
+    asked = {name: options.pop(name) for name in ("group", "until", "why", "by", "remove")}
+    journal = journal_of(settings_from(config, options))
+    if listed:
+        acknowledge.show(journal, what, asked, output)
+    else:
+        acknowledge.change(journal, what, **asked)
+
+
+@command.command("sql")
+@click.option("-e", "statement", metavar="SQL", help="Answer this statement, and end.")
+@_upkeep_options
+@click.option(
+    "--catalog",
+    metavar="DATABASE",
+    default="",
+    help="Register the tables and views in this database of Spark's Hive catalogue first.",
+)
+@limit_option("Show at most this number of rows.", ROWS_SHOWN)
+@output_option
+def sql_command(
+    statement: str | None,
+    config: Path | None,
+    out: str | None,
+    output: str,
+    limit: int,
+    catalog: str,
+    **options: Any,
+) -> None:
+    """Query the tables of audits in SQL, at a prompt or by -e.
+
+    SHOW TABLES lists the tables and views. Statements that change something are refused.
+    """
+    from txbroker.cli.audit import run as audits
+    from txbroker.cli.audit.sql import run_sql
+
+    spark = audits.local_driver(options)
+    where = audits.output_folder(settings_from(config, options), out)
+    run_sql(spark, where, statement, output, limit, catalog)
+
+
+@command.command("compact")
+@_upkeep_options
+def compact_command(config: Path | None, out: str | None, **options: Any) -> None:
+    """Join the small files of the tables, beside a running audit.
+
+    Each run adds files to the days that it changes. Days without small files stay as they are.
+    """
+    from txbroker.cli.audit import run as audits
+    from txbroker.cli.audit.upkeep import run_compact
+
+    spark, settings = audits.local_driver(options), settings_from(config, options)
+    run_compact(settings, spark, audits.output_folder(settings, out))
+
+
+@command.command("expire")
+@click.option(
+    "--keep-days",
+    type=click.IntRange(min=1),
+    required=True,
+    metavar="N",
+    help="Keep the rows of this number of days before that of the newest run.",
+)
+@_upkeep_options
+def expire_command(config: Path | None, out: str | None, keep_days: int, **options: Any) -> None:
+    """Remove old rows from the tables, beside a running audit.
+
+    Open findings stay. The next run removes its facts of these days. The journal keeps all runs.
+    """
+    from txbroker.cli.audit import run as audits
+    from txbroker.cli.audit.upkeep import run_expire
+
+    spark, settings = audits.local_driver(options), settings_from(config, options)
+    run_expire(settings, spark, audits.output_folder(settings, out), keep_days)
 
 
 @command.command("show")
@@ -274,4 +458,4 @@ def show_command(
         raise CommandFailed(
             f"there is no run {run} in {journal.path}: `txbroker audit show` lists all runs"
         )
-    show_run(runs[0], output, heading=True)
+    show_run(runs[0], output, journal.acknowledged(round(time.time() * 1000)), heading=True)

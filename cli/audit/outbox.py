@@ -90,7 +90,7 @@ def _counts(summary: OutboxSummary) -> list[Row]:
 
 
 def _row(what: str, count: int, means: str, *, drift: bool = False) -> Row:
-    return {"what": what, "count": count, "means": means, "drift": drift}
+    return {"what": what, "count": count, "means": means, "drift": "yes" if drift else ""}
 
 
 def outbox_in_words(summary: OutboxSummary) -> str:

@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import click
 import msgspec
 
 from txbroker.cli.output import Row, TableColumn, clock, duration, printable, show_data, show_rows
-from txbroker.spark.schema import ALL_KINDS, RunSummary
+from txbroker.spark.checks import failed_of, limit_in_words, value_in_words
+from txbroker.spark.schema import ALL_KINDS, Acknowledgement, CheckResult, Example, RunSummary
 
 STATES = {
     "settled": "visible as committed, or rolled back and not visible",
@@ -41,14 +43,23 @@ RUNS = (
 ONE = (
     TableColumn("WHAT", keep=True),
     TableColumn("COUNT", keep=True),
-    TableColumn("DRIFT", lambda row: "yes" if row["drift"] else "", rank=1),
+    TableColumn("DRIFT", rank=1),
     TableColumn("MEANS", text=True),
 )
 EXAMPLES = (
     TableColumn("ID", keep=True),
     TableColumn("GROUP", lambda row: row["grp"]),
     TableColumn("FINDINGS", lambda row: ", ".join(row["findings"]), text=True),
+    TableColumn("ACKNOWLEDGED", text=True),
     TableColumn("WHY", text=True),
+)
+CHECKS = (
+    TableColumn("CHECK", keep=True),
+    TableColumn("RESULT", keep=True),
+    TableColumn("SEVERITY"),
+    TableColumn("VALUE"),
+    TableColumn("LIMIT"),
+    TableColumn("OF", text=True),
 )
 
 SET_ASIDE = (
@@ -73,8 +84,18 @@ def show_runs(runs: Sequence[RunSummary], output: str, empty: str) -> None:
     show_rows([as_row(run) for run in runs], RUNS, output, empty)
 
 
-def show_run(run: RunSummary, output: str, *, heading: bool = False) -> None:
-    """Write one run to stdout; as a table its counts and examples, after a `heading`."""
+def show_run(
+    run: RunSummary,
+    output: str,
+    acknowledged: Sequence[Acknowledgement] = (),
+    *,
+    heading: bool = False,
+) -> None:
+    """Write one run to stdout; as a table its counts and examples, after a `heading`.
+
+    Args:
+        acknowledged: marks the examples that they cover.
+    """
     if output in ("json", "yaml"):
         show_data(as_row(run), output)
         return
@@ -84,8 +105,10 @@ def show_run(run: RunSummary, output: str, *, heading: bool = False) -> None:
     most = None if output == "wide" else EXAMPLES_SHOWN
     missing = [{"topic": topic, "transactions": n} for topic, n in run.missing_targets.items()]
     unread = [{"topic": topic, "why": why} for topic, why in run.unread_targets.items()]
+    examples = [_example(example, acknowledged) for example in run.examples[:most]]
     for rows, columns in (
-        (msgspec.to_builtins(run.examples[:most]), EXAMPLES),
+        ([_check(check) for check in run.checks], CHECKS),
+        (examples, EXAMPLES),
         (missing, MISSING),
         (unread, UNREAD),
         (msgspec.to_builtins(run.set_aside[:most]), SET_ASIDE),
@@ -93,6 +116,19 @@ def show_run(run: RunSummary, output: str, *, heading: bool = False) -> None:
         if rows:
             print()
             show_rows(rows, columns, output, "")
+
+
+def show_result(
+    run: RunSummary,
+    output: str,
+    acknowledged: Sequence[Acknowledgement],
+    unpublished: Sequence[RunSummary],
+) -> None:
+    """Write the result of a run that has just ended: the run to stdout, sentences to stderr."""
+    show_run(run, output, acknowledged)
+    for earlier in unpublished:
+        click.echo(unpublished_in_words(earlier), err=True)
+    click.echo(drift_in_words(run), err=True)
 
 
 def as_row(run: RunSummary) -> dict[str, Any]:
@@ -107,7 +143,9 @@ def _counts(run: RunSummary) -> Iterator[Row]:
         yield _count(name, run.states[name], STATES.get(name, ""))
     for name, count in sorted(run.drift.items(), key=_gravity):
         meaning = _KINDS[name].meaning if name in _KINDS else ""
-        yield {**_count(name, count, meaning), "drift": True}
+        left = run.open_drift.get(name, 0)
+        drift = "yes" if left == count else f"{left:,}" if left else "acknowledged"
+        yield {**_count(name, count, meaning), "drift": drift}
     for name, count in run.business.items():
         meaning = _KINDS[name].meaning if name in _KINDS else "business rows"
         yield _count(name, count, meaning)
@@ -118,7 +156,27 @@ def _counts(run: RunSummary) -> Iterator[Row]:
 
 
 def _count(what: str, count: int, means: str) -> Row:
-    return {"what": what, "count": count, "means": means, "drift": False}
+    return {"what": what, "count": count, "means": means, "drift": ""}
+
+
+def _example(example: Example, acknowledged: Sequence[Acknowledgement]) -> Row:
+    known = [
+        f"{one.kind} until {clock(one.until_ms)} by {one.by}: {one.why}"
+        for one in acknowledged
+        if one.covers(example.id, example.grp) and one.kind in example.findings
+    ]
+    return {**msgspec.to_builtins(example), "acknowledged": "; ".join(known)}
+
+
+def _check(check: CheckResult) -> Row:
+    return {
+        "check": check.name,
+        "result": {True: "ok", False: "FAILED", None: "nothing to compare"}[check.ok],
+        "severity": check.severity,
+        "value": value_in_words(check),
+        "limit": limit_in_words(check),
+        "of": check.of,
+    }
 
 
 def _gravity(item: tuple[str, int]) -> int:
@@ -147,9 +205,19 @@ def drift_in_words(run: RunSummary) -> str:
     if run.unread_targets:
         reasons = [f"{topic} ({why})" for topic, why in run.unread_targets.items()]
         text += f" Targets not readable: {', '.join(map(printable, reasons))}."
-    if not run.has_drift:
-        return f"{text} No drift."
-    return f"{text} Drift! {kinds_in_words(run.drift)}."
+    if failed := failed_of(run):
+        text += f" Failed checks: {'; '.join(map(_failed, failed))}."
+    if run.acknowledged:
+        text += f" Acknowledged findings: {kinds_in_words(run.acknowledged)}."
+    if not run.open_drift:
+        return f"{text} {'No other drift' if run.acknowledged else 'No drift'}."
+    return f"{text} Drift! {kinds_in_words(run.open_drift)}."
+
+
+def _failed(check: CheckResult) -> str:
+    of = f" of {printable(check.of)}" if check.of else ""
+    value, limit = value_in_words(check), limit_in_words(check)
+    return f"{check.name} ({check.severity}), {value}{of}, {limit}"
 
 
 def _own(run: RunSummary) -> str:
@@ -188,7 +256,7 @@ def _held(run: RunSummary) -> str:
 
 def unpublished_in_words(run: RunSummary) -> str:
     """Return the drift of an earlier run that was not published then."""
-    kinds = kinds_in_words(run.drift)
+    kinds = kinds_in_words(run.open_drift)
     return f"Run {run.run} ({run.mode}) had not been published to the proxies: Drift! {kinds}."
 
 

@@ -1,36 +1,34 @@
 """Runs `txbroker audit run` and `stream`: options, Spark, the audit, and its publication."""
 
-import asyncio
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from txbroker.cli import submit
-from txbroker.cli.run import CommandFailed, usage_errors
-from txbroker.config.addresses import read_secret
+from txbroker.cli.options import Moment
+from txbroker.cli.run import CommandFailed
 from txbroker.config.settings import ENV_PREFIX, SECRET_SETTINGS, Settings
-from txbroker.errors import TxbrokerError, needs
+from txbroker.errors import needs
 from txbroker.spark.session import SparkSettings, spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+    from rich.console import Console
 
-    from txbroker.spark.business import BusinessTable
     from txbroker.spark.journal import Journal
     from txbroker.spark.progress import SparkProgress
-    from txbroker.spark.schema import RunSummary, Terms, TopicNames
+    from txbroker.spark.schema import Terms, TopicNames
     from txbroker.spark.stream.stream import AuditStream
 
 SECONDS_MAX = 1e9
 KEEP_MIN_S = 300.0
 POLL_S = 1.0
-_BUSINESS_OPTIONS = ("table", "id_column", "group", "business_user", "business_password_file")
 _SPARKS_OWN = frozenset({"master", "deploy_mode", "conf", "config"})
 """Options for `spark-submit`, or resolved here; not passed on to the cluster."""
 
@@ -43,6 +41,19 @@ def spark_settings(options: dict[str, Any]) -> tuple[SparkSettings, str]:
     if where == "cluster" and not settings.master.startswith(("yarn", "k8s://")):
         raise click.UsageError("--deploy-mode cluster needs --master yarn or --master k8s://URL")
     return settings, where
+
+
+def local_driver(options: dict[str, Any]) -> SparkSettings:
+    """Remove Spark's options from `options`, and return them for a driver on this machine."""
+    settings, where = spark_settings(options)
+    if where == "cluster":
+        raise click.UsageError("this command needs this machine: leave --deploy-mode out")
+    return settings
+
+
+def output_folder(settings: Settings, out: str | None) -> str:
+    """Return the folder of the tables. `out`: the one that is given."""
+    return out or str(settings.data_dir / "audit")
 
 
 def _setting(text: str) -> tuple[str, str]:
@@ -73,31 +84,6 @@ def age_limits(options: dict[str, Any]) -> dict[str, int]:
     overdue_s = seconds(options, "overdue_after_s")
     ages_s = {"late_after_ms": late_s, "lost_after_ms": lost_s, "overdue_after_ms": overdue_s}
     return {name: round(age_s * 1000) for name, age_s in ages_s.items()}
-
-
-def business_table(options: dict[str, Any]) -> "BusinessTable | None":
-    """Remove the options of --business from `options`; return the table, if one is given."""
-    from txbroker.spark.business import BusinessTable
-
-    source = options.pop("business")
-    given = {name: options.pop(name) for name in _BUSINESS_OPTIONS}
-    if source is None:
-        for name, value in given.items():
-            if value:
-                raise click.UsageError(f"--{name.replace('_', '-')} needs --business")
-        return None
-    password_file = given["business_password_file"]
-    with usage_errors():
-        business = BusinessTable(
-            source,
-            given["table"] or "",
-            given["id_column"] or "",
-            given["business_user"] or "",
-            read_secret("--business-password-file", password_file) if password_file else "",
-            tuple(given["group"]),
-        )
-        business.validate()
-    return business
 
 
 def journal_of(settings: Settings) -> "Journal":
@@ -133,6 +119,8 @@ def arguments_again(settings: Settings, context: click.Context) -> list[str]:
             value = None
         else:
             value = context.params[name]
+        if isinstance(option.type, Moment) and value is not None:
+            value = option.type.text(value)  # an age began to count here
         arguments += _arguments(max(option.opts, key=len), value)
     return arguments
 
@@ -160,81 +148,27 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def started(settings: SparkSettings) -> Iterator[tuple["SparkSession", "SparkProgress"]]:
-    """Run Spark within the block, with its progress on stderr; SIGTERM acts as Ctrl-C."""
+def session_of(settings: SparkSettings) -> Iterator[tuple["SparkSession", "Console"]]:
+    """Run Spark within the block, and yield the console for its progress; SIGTERM acts as
+    Ctrl-C."""
     from rich.console import Console
-
-    from txbroker.spark.progress import SparkProgress
 
     console = Console(stderr=True)
     with ended_by_sigterm(), ExitStack() as stack:
+        # Spark's own output would garble a progress bar.
         quiet = not console.is_terminal or settings.verbose
         with nullcontext() if quiet else console.status("starting Spark"):
             session = stack.enter_context(spark_session(settings))
-        # Spark's own output would garble the progress bar.
-        bar = SparkProgress(session, Console(quiet=True) if quiet else console)
-        yield session, stack.enter_context(bar)
+        yield session, Console(quiet=True) if quiet else console
 
 
-class AuditResult(NamedTuple):
-    """A run's summary, and earlier runs whose drift was published only now."""
+@contextmanager
+def started(settings: SparkSettings) -> Iterator[tuple["SparkSession", "SparkProgress"]]:
+    """Run Spark within the block as `session_of`, with its progress on stderr."""
+    from txbroker.spark.progress import SparkProgress
 
-    summary: "RunSummary"
-    unpublished: "Sequence[RunSummary]" = ()
-
-    @property
-    def has_drift(self) -> bool:
-        """True if any drift is published now."""
-        from txbroker.spark.access import news_of
-
-        return any(news_of(self.summary, self.unpublished).drift.values())
-
-
-def run_once(
-    settings: Settings,
-    spark: SparkSettings,
-    ages_ms: dict[str, int],
-    business: "BusinessTable | None",
-    *,
-    out: str | None,
-    full: bool,
-    report: Path | None,
-) -> AuditResult:
-    """Audit once, publish the result to the proxies, write the report; return the result.
-
-    A failure after the audit itself is reported, and does not hide its result.
-    """
-    journal = journal_of(settings)
-    if report is not None:
-        from txbroker.spark.report.report import check_writable
-
-        check_writable(report)
-    result = None
-    try:
-        with started(spark) as (session, bar):
-            from txbroker.spark.access import access_from
-            from txbroker.spark.run import AuditSettings, run_audit
-
-            audit = AuditSettings(
-                out=out or str(settings.data_dir / "audit"),
-                data_dir=settings.data_dir,
-                names=names_of(settings),
-                terms=terms_of(settings, ages_ms),
-                mode="full" if full else "incremental",
-                business=business,
-            )
-            result = AuditResult(run_audit(session, access_from(settings), audit, bar.stage))
-            result = _publish(settings, journal, result.summary)
-            if report is not None:
-                bar.stage("writing the report")
-                _report(session, report, result.summary, journal, audit.out)
-    except Exception as error:
-        if result is None:
-            raise
-        # The run is in the journal, so it counts.
-        reason = str(error) if isinstance(error, TxbrokerError) else repr(error)
-        click.echo(f"The result stands, but a later step failed: {reason}", err=True)
-    return result
+    with session_of(settings) as (session, console), SparkProgress(session, console) as bar:
+        yield session, bar
 
 
 def follow(
@@ -243,6 +177,7 @@ def follow(
     ages_ms: dict[str, int],
     *,
     checkpoint: str | None,
+    since_ms: int,
     every_s: float,
 ) -> None:
     """Audit continuously until SIGINT or SIGTERM; findings go to stderr too."""
@@ -255,6 +190,7 @@ def follow(
             checkpoint=checkpoint or str(settings.data_dir / "audit-stream"),
             names=names_of(settings),
             terms=terms,
+            since_ms=since_ms,
             every_s=every_s,
             keep_s=max(KEEP_MIN_S, (terms.dedup_window_ms + terms.late_after_ms) / 1000 * 2),
         )
@@ -300,37 +236,3 @@ def terms_of(settings: Settings, ages_ms: dict[str, int]) -> "Terms":
     from txbroker.spark.schema import Terms
 
     return Terms(now_ms=0, dedup_window_ms=round(settings.dedup_window_s * 1000), **ages_ms)
-
-
-def _report(
-    session: "SparkSession", path: Path, summary: "RunSummary", journal: "Journal", out: str
-) -> None:
-    from txbroker.spark.folders import read_verdicts
-    from txbroker.spark.report.report import write_report
-
-    verdicts = read_verdicts(session, out, (summary.run,))
-    write_report(path, summary, journal.runs(), verdicts)
-    click.echo(f"The report is in {path}", err=True)
-
-
-def _publish(settings: Settings, journal: "Journal", summary: "RunSummary") -> AuditResult:
-    """Publish a run to the proxies, and earlier ones that ended before publishing."""
-    from txbroker.kafka.client.settings import KafkaSettings
-    from txbroker.spark.access import publish
-
-    unpublished: list[RunSummary] | None = None
-    try:
-        unpublished = [run for run in journal.unpublished() if run.run < summary.run]
-    except TxbrokerError as error:
-        click.echo(f"Unpublished earlier runs cannot be read: {error}", err=True)
-    try:
-        asyncio.run(publish(KafkaSettings.from_configuration(settings), summary, unpublished or ()))
-        if unpublished is not None:  # else the next run publishes those that this one missed
-            journal.mark_published(summary.run)
-    except TxbrokerError as error:
-        # The run still counts, and its result is shown.
-        click.echo(
-            f"The result was not published to the proxies; the next run will do it: {error}",
-            err=True,
-        )
-    return AuditResult(summary, unpublished or ())

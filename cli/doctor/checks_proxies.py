@@ -492,6 +492,20 @@ async def audit_drift(subject: Subject) -> Finding:
     return fine(f"none in {judged_ones} transactions" if news else "no audit has run yet")
 
 
+@audit_book.check(
+    "the checks of the audits hold",
+    hint="`txbroker audit show last` has the values and their limits.",
+    doc="docs/runbooks/TxBrokerAuditCheckFailed.md",
+)
+async def audit_checks(subject: Subject) -> Finding:
+    checks = [check for one in (await _news(subject)).values() for check in one.checks]
+    failed = [f"{check.name} ({check.severity})" for check in checks if not check.ok]
+    if failed:
+        critical = any(check.severity == "critical" for check in checks if not check.ok)
+        return judged(CheckLevel.FAILS if critical else CheckLevel.WARNING, "some failed", failed)
+    return fine(f"{len(checks)} checks hold" if checks else "the audits have no checks")
+
+
 async def _news(subject: Subject) -> dict[str, AuditNews]:
     if subject.kafka.settings.audit_topic not in await subject.found():
         return {}

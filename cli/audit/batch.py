@@ -1,0 +1,175 @@
+"""Runs `txbroker audit run`: one audit, or one of each of several installations."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import click
+
+from txbroker.cli.audit.run import journal_of, names_of, output_folder, started, terms_of
+from txbroker.cli.run import CommandFailed, usage_errors
+from txbroker.config.settings import Settings
+from txbroker.errors import TxbrokerError
+from txbroker.spark.session import SparkSettings
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from txbroker.cli.audit.publish import AuditResult
+    from txbroker.spark.business import BusinessTable
+    from txbroker.spark.schema import Part, Thresholds
+
+_PART_OPTIONS = ("from_ms", "to_ms", "topics", "groups")
+
+
+class AuditRequest(NamedTuple):
+    """A requested audit.
+
+    Attributes:
+        ages_ms: as `Terms` names them.
+        mode, part, business, table_format: as in `spark.run.AuditSettings`.
+        thresholds: the checks, and from which severity on the command fails.
+        out: the folder of the tables; None: below the data folder.
+        report: the file of the report.
+    """
+
+    ages_ms: dict[str, int]
+    mode: Literal["full", "incremental", "part", "rejudged"]
+    part: "Part"
+    business: "BusinessTable | None"
+    thresholds: "Thresholds"
+    out: str | None
+    table_format: str | None
+    report: Path | None
+
+
+def mode_of(options: dict[str, Any]) -> tuple[Any, "Part"]:
+    """Remove the options that choose transactions from `options`; return mode and part."""
+    from txbroker.spark.schema import Part
+
+    given = {name: options.pop(name) for name in _PART_OPTIONS}
+    chosen = {name: value for name, value in given.items() if value}
+    full, again = options.pop("full"), options.pop("rejudge")
+    part = Part(**chosen)
+    if part.from_ms >= part.to_ms:
+        raise click.UsageError("the time span is empty: --from has to be before --to")
+    modes = {"full": full, "rejudged": again, "part": chosen}
+    wanted = [mode for mode, asked in modes.items() if asked]
+    if len(wanted) > 1:
+        raise click.UsageError(
+            "--full, --rejudge, and --from, --to, --topics or --groups exclude one another"
+        )
+    return (wanted or ["incremental"])[0], part
+
+
+def installations(settings: Settings, names: Sequence[str]) -> list[Settings]:
+    """Return the settings of each installation, with a data folder below the common one.
+
+    `names`: their `topic_prefix`; without any, the settings are those of the only installation.
+    """
+    if not names:
+        return [settings]
+    if "topic_prefix" in settings.model_fields_set:
+        raise click.UsageError("--installations names the topic prefixes: leave --topic-prefix out")
+    folder = settings.data_dir
+    changed = [{"topic_prefix": name, "data_dir": folder / name} for name in dict.fromkeys(names)]
+    with usage_errors():
+        return [Settings(**(settings.model_dump(exclude_unset=True) | each)) for each in changed]
+
+
+def run_all(
+    each: Sequence[Settings], spark: SparkSettings, request: AuditRequest
+) -> Iterator["AuditResult"]:
+    """Audit installations one after the other, and yield their results.
+
+    An installation that cannot be audited does not keep the others from it: its error is raised
+    after the others' results.
+    """
+    from txbroker.spark.lock import alone
+
+    with ExitStack() as stack:
+        for settings in each:  # all that can be refused before Spark starts
+            _check(settings, request, len(each) > 1)
+            stack.enter_context(alone(settings.data_dir))
+            journal_of(settings).last()
+        session, bar = stack.enter_context(started(spark))
+        failures = []
+        for settings in each:
+            if len(each) > 1:
+                _notice(f"Installation {settings.topic_prefix}:")
+            try:
+                yield _run(session, bar.stage, settings, request, len(each) > 1)
+            except TxbrokerError as error:
+                if len(each) == 1:
+                    raise
+                failures.append(f"installation {settings.topic_prefix}: {error}")
+        if failures:
+            raise CommandFailed("; ".join(failures))
+
+
+def _check(settings: Settings, request: AuditRequest, several: bool) -> None:
+    from txbroker.spark.report.report import check_writable
+    from txbroker.spark.tables.manifest import check_local
+
+    prefix = names_of(settings).prefix
+    if request.report is not None:
+        check_writable(_report_of(settings, request.report, several))
+    check_local(_out_of(settings, request, several), prefix, request.table_format)
+
+
+def _out_of(settings: Settings, request: AuditRequest, several: bool) -> str:
+    out = output_folder(settings, request.out)
+    return f"{out.rstrip('/')}/{settings.topic_prefix}" if several and request.out else out
+
+
+def _report_of(settings: Settings, report: Path, several: bool) -> Path:
+    return report.with_stem(f"{report.stem}-{settings.topic_prefix}") if several else report
+
+
+def _run(
+    session: "SparkSession",
+    on_stage: Callable[[str], None],
+    settings: Settings,
+    request: AuditRequest,
+    several: bool,
+) -> "AuditResult":
+    """Audit an installation, publish the result to its proxies, write the report.
+
+    A failure after the audit itself is reported, and does not hide its result.
+    """
+    from txbroker.cli.audit.publish import AuditResult, publish_run, report_run
+    from txbroker.spark.access import access_from
+    from txbroker.spark.run import AuditSettings, run_audit
+
+    journal, out = journal_of(settings), _out_of(settings, request, several)
+    audit = AuditSettings(
+        out=out,
+        data_dir=settings.data_dir,
+        names=names_of(settings),
+        terms=terms_of(settings, request.ages_ms),
+        mode=request.mode,
+        part=request.part,
+        business=request.business,
+        table_format=request.table_format,
+        checks=request.thresholds.checks,
+    )
+    summary = run_audit(session, access_from(settings), audit, on_stage, _notice)
+    result = AuditResult(summary, request.thresholds, journal.acknowledged(summary.now_ms))
+    try:
+        unpublished = publish_run(session, settings, summary, journal, out)
+        result = result._replace(unpublished=unpublished)
+        if request.report is not None:
+            on_stage("writing the report")
+            report_run(
+                session, _report_of(settings, request.report, several), summary, journal, out
+            )
+    except Exception as error:
+        # The run is in the journal, so it counts.
+        reason = str(error) if isinstance(error, TxbrokerError) else repr(error)
+        click.echo(f"The result stands, but a later step failed: {reason}", err=True)
+    return result
+
+
+def _notice(text: str) -> None:
+    click.echo(text, err=True)
