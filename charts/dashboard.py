@@ -611,6 +611,22 @@ AUDIT = [
         f"max by (mode) ({own('audit_set_aside_records')})",
         width=8,
     ),
+    by(
+        "check",
+        "Failed checks",
+        "1 where a check of the newest batch audit failed. Nothing without checks.",
+        "short",
+        f"max by (check) ({own('audit_check_failed')})",
+        width=8,
+    ),
+    by(
+        "kind",
+        "Acknowledged findings",
+        "Of the newest batch audit; not counted as drift until a date.",
+        "short",
+        f"max by (kind) ({own('audit_acknowledged')})",
+        width=8,
+    ),
     Panel(
         "stat",
         "Since the newest audit",
@@ -623,6 +639,31 @@ AUDIT = [
         ),
         unit="s",
         red_from=2 * 86400,
+    ),
+    lines(
+        "Lag of the streaming audit",
+        "How long ago the moment is up to which it has judged, and how long its batches take.",
+        "s",
+        (
+            "time() - max("
+            + own("audit_last_success_timestamp_seconds", f'{HERE}, mode="stream"')
+            + ")",
+            "lag",
+        ),
+        (f"max({own('audit_stream_batch_seconds')})", "batch"),
+    ),
+    lines(
+        "Load of the streaming audit",
+        "Records that it has not read, and transactions in its state.",
+        "short",
+        (f"max({own('audit_stream_unread_records')})", "unread records"),
+        (f"max by (state) ({own('audit_stream_transactions')})", "{{state}}"),
+    ),
+    lines(
+        "State of the streaming audit",
+        "Size of its files.",
+        "bytes",
+        (f"max({own('audit_stream_state_bytes')})", "files"),
     ),
 ]
 

@@ -1,17 +1,21 @@
-"""Generate the reference pages of HTTP API, settings, metrics and errors.
+"""Generate the reference pages of HTTP API, settings, metrics and errors, and the schema of drift
+events.
 
 `python -m txbroker.proxy.reference docs/reference`
 """
 
+import json
 import sys
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from pydantic.fields import FieldInfo
 
 from txbroker.config.settings import ENV_PREFIX, Settings
 from txbroker.consumer.statistics import METRICS
+from txbroker.contract.drift import DriftEvent
 from txbroker.errors import request_errors
 from txbroker.metrics import Described
 from txbroker.proxy.http.api import SESSION_PATH, operations
@@ -19,18 +23,20 @@ from txbroker.proxy.http.operations import Operation, describe
 from txbroker.proxy.observe.metrics import Metrics
 from txbroker.relay.metrics import METRICS as RELAY_METRICS
 
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _NOTICE = "<!-- Written by `python -m txbroker.proxy.reference`; edit the code instead. -->\n"
 
 
 def pages() -> dict[str, str]:
-    """Return the reference pages by file name."""
+    """Return the reference pages and the schema by file name."""
     made = {
         "http.md": _http(),
         "settings.md": _settings(),
         "metrics.md": _metrics(),
         "errors.md": _errors(),
     }
-    return {name: _NOTICE + text for name, text in made.items()}
+    schema = {"drift-event.schema.json": drift_event_schema()}
+    return {name: _NOTICE + text for name, text in made.items()} | schema
 
 
 def write(folder: Path) -> None:
@@ -38,6 +44,13 @@ def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
         (folder / name).write_text(text, encoding="utf-8")
+
+
+def drift_event_schema() -> str:
+    """Return the JSON schema of the records in the drift topic."""
+    schema = msgspec.json.schema(DriftEvent)["$defs"][DriftEvent.__name__]
+    description = cleandoc(DriftEvent.__doc__ or "")
+    return json.dumps({"$schema": _DIALECT, **schema, "description": description}, indent=1) + "\n"
 
 
 # --- HTTP ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from txbroker.contract.audit import STREAM_KEY
 from txbroker.contract.service import GroupOverview, Overview, PartitionState, ProxyOverview
 from txbroker.core.records import State
 from txbroker.proxy.console.formatting import age, count, link, number, rate, sentence, time_of
@@ -26,6 +27,7 @@ PREPARE_S = 1.0
 HEADROOM_MIN = 0.4
 """Part of the retention: copies are made when half of it is over."""
 AUDIT_AGE_MAX_S = 2 * 86400.0
+STREAM_LAG_MAX_S = 300.0
 NAMED_MAX = 5
 """Groups or topics named in one line."""
 _PROXIES = (("Proxies", "/#proxies"),)
@@ -155,6 +157,7 @@ def concerns_of(overview: Overview) -> list[Concern]:
         _lost,
         _retention,
         _drift,
+        _failed_checks,
         _parked,
         _failing,
         _unreachable,
@@ -162,6 +165,7 @@ def concerns_of(overview: Overview) -> list[Concern]:
         _growing,
         _slow,
         _stale,
+        _lagging,
     )
     concerns = [concern for find in finders for concern in find(overview)]
     return sorted(concerns, key=lambda concern: concern.severity is not Severity.BAD)
@@ -364,6 +368,20 @@ def _drift(overview: Overview) -> Iterator[Concern]:
             )
 
 
+def _failed_checks(overview: Overview) -> Iterator[Concern]:
+    for audit in overview.audits:
+        if audit.failed_checks:
+            critical = "critical" in audit.failed_checks.values()
+            failed = [f"{name} ({grade})" for name, grade in sorted(audit.failed_checks.items())]
+            yield Concern(
+                Severity.BAD if critical else Severity.WARN,
+                "TxBrokerAuditCheckFailed",
+                "Checks of the audit failed",
+                f"The {audit.mode} audit of {time_of(audit.ended_ms)} UTC: {', '.join(failed)}.",
+                "Run txbroker audit show last: it has the values and their limits.",
+            )
+
+
 def _stale(overview: Overview) -> Iterator[Concern]:
     for audit in overview.audits:
         age_s = (overview.at_ms - audit.ended_ms) / 1000
@@ -374,6 +392,19 @@ def _stale(overview: Overview) -> Iterator[Concern]:
                 f"The {audit.mode} audit does not run any more",
                 f"The newest one ended {age(age_s)} ago.",
                 "See the log of its job, and start it again.",
+            )
+
+
+def _lagging(overview: Overview) -> Iterator[Concern]:
+    for audit in overview.audits:
+        lag_s = (overview.at_ms - audit.ended_ms) / 1000
+        if audit.mode == STREAM_KEY and lag_s > STREAM_LAG_MAX_S:
+            yield Concern(
+                Severity.WARN,
+                "TxBrokerAuditStreamLagging",
+                "The streaming audit does not keep up",
+                f"It has judged what happened until {age(lag_s)} ago.",
+                "See whether it runs, then its log and the records that it has not read.",
             )
 
 

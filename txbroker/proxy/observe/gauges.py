@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sized
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from txbroker.contract.audit import BATCH_KEY, STREAM_KEY, AuditNews, decode_news
@@ -132,7 +133,12 @@ class AuditMetrics:
     def overviews(self) -> list[AuditOverview]:
         """Return the newest results for operators."""
         return [
-            AuditOverview(mode, news.ended_ms, {k: n for k, n in news.drift.items() if n})
+            AuditOverview(
+                mode,
+                news.ended_ms,
+                {k: n for k, n in news.drift.items() if n},
+                {one.name: one.severity for one in news.checks if not one.ok},
+            )
             for mode, news in self._news.items()
         ]
 
@@ -144,8 +150,25 @@ class AuditMetrics:
         # One for each mode: a running stream must not hide that batches no longer run.
         ended = {mode: news.ended_ms / 1000 for mode, news in self._news.items()}
         set_aside = {mode: news.quarantined for mode, news in self._news.items()}
-        return Gauges(
+        # A stream has neither.
+        batch = [news for mode, news in self._news.items() if mode == BATCH_KEY]
+        checks: dict[tuple[str, ...], bool] = {
+            (one.name, one.severity): not one.ok for news in batch for one in news.checks
+        }
+        gauges = Gauges(
+            audit_acknowledged=batch[0].acknowledged if batch else {},
+            audit_check_failed=checks,
             audit_drift=drift,
             audit_last_success_timestamp_seconds=ended,
             audit_set_aside_records=set_aside,
+        )
+        stream = self._news[STREAM_KEY].stream if STREAM_KEY in self._news else None
+        if stream is None:
+            return gauges
+        return replace(
+            gauges,
+            audit_stream_unread_records=stream.unread,
+            audit_stream_transactions={"open": stream.open, "ended": stream.ended},
+            audit_stream_state_bytes=stream.state_bytes,
+            audit_stream_batch_seconds=stream.batch_ms / 1000,
         )

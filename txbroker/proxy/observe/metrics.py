@@ -67,6 +67,12 @@ class Gauges:
     audit_drift: Mapping[str, int] = field(default_factory=dict)
     audit_last_success_timestamp_seconds: Mapping[str, float] = field(default_factory=dict)
     audit_set_aside_records: Mapping[str, int] = field(default_factory=dict)
+    audit_stream_unread_records: int | None = None
+    audit_stream_transactions: Mapping[str, int] = field(default_factory=dict)
+    audit_stream_state_bytes: int | None = None
+    audit_stream_batch_seconds: float | None = None
+    audit_acknowledged: Mapping[str, int] = field(default_factory=dict)
+    audit_check_failed: Mapping[tuple[str, ...], bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,12 @@ class _Family:
     label: str | None
     worst: Callable[[float, float], float] | None = None
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple((self.label or "").split())
 
-# For each gauge its field in `Gauges`, help and label, and how values of sources combine.
+
+# For each gauge its field in `Gauges`, help and labels, and how values of sources combine.
 _FAMILIES = (
     _Family("pending", "Undecided transactions.", "group"),
     _Family("pending_oldest_age_seconds", "Age of the oldest undecided transaction.", "group", max),
@@ -129,6 +139,35 @@ _FAMILIES = (
         "Undecodable records that the newest `batch` audit, or a `stream` since its start, has set "
         "aside. Absent until one has run.",
         "mode",
+        max,
+    ),
+    _Family(
+        "audit_stream_unread_records",
+        "Records that the topics hold and the streaming audit has not read. This and the following "
+        "are absent until one has run.",
+        None,
+        max,
+    ),
+    _Family(
+        "audit_stream_transactions",
+        "Transactions in the state of the streaming audit: `open` ones, and ended ones that it "
+        "remembers (`ended`).",
+        "state",
+        max,
+    ),
+    _Family("audit_stream_state_bytes", "Size of that state's files.", None, max),
+    _Family("audit_stream_batch_seconds", "Duration of its newest batch.", None, max),
+    _Family(
+        "audit_acknowledged",
+        "Findings of the newest batch audit that an operator has acknowledged until a date, and "
+        "`txbroker_audit_drift` does not count.",
+        "kind",
+        max,
+    ),
+    _Family(
+        "audit_check_failed",
+        "1 if a check of the newest batch audit failed, else 0. Absent without a file of checks.",
+        "check severity",
         max,
     ),
 )
@@ -442,17 +481,17 @@ class Metrics(Collector):
 
     def _family(self, family: _Family, values: list[Any]) -> Metric:
         metric = GaugeMetricFamily(
-            f"txbroker_{family.name}", family.text, labels=(family.label,) if family.label else None
+            f"txbroker_{family.name}", family.text, labels=family.labels or None
         )
         bound = {"topic": self._topic, "group": self._group}.get(family.label or "", str)
         merge = family.worst or float.__add__
         merged: dict[tuple[str, ...], float] = {}
         for value in values:
-            by_label = value if isinstance(value, Mapping) else {None: value}
+            by_label = value if isinstance(value, Mapping) else {(): value}
             for label, number in by_label.items():
                 if number is None:
                     continue
-                key: tuple[str, ...] = () if label is None else (bound(label),)
+                key = label if isinstance(label, tuple) else (bound(label),)
                 gauge = float(number)
                 merged[key] = merge(merged[key], gauge) if key in merged else gauge
         for key, total in merged.items():
@@ -465,7 +504,7 @@ class Metrics(Collector):
             Described(
                 f"txbroker_{family.name}",
                 "gauge",
-                (family.label,) if family.label else (),
+                family.labels,
                 family.text,
             )
             for family in _FAMILIES
