@@ -1,10 +1,10 @@
 """Take pictures of every page of the console, with 10,000 pending transactions and some trouble,
-and record a session in a terminal.
+of audits' reports, and record a session in a terminal.
 
-    .venv/bin/python -m tests.console.screens docs/operate/screens [--every]
+    .venv/bin/python -m tests.console.screens docs/operate/screens [--every] [--reports]
 
 It runs a proxy on a Kafka in memory and Debian's Chromium (`make tools`). `--every` takes each page
-in light, dark and narrow; without it those that the docs show.
+in light, dark and narrow; without it those that the docs show. `--reports`: the reports only.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import aiohttp
 
 from tests.console import order_4711
 from tests.console.chromium import Browser, browser
+from tests.spark import audit_summaries
 from txbroker.sdk import Decision
 from txbroker.sdk.blocking import BlockingTransactionalProducer
 from txbroker.testing.broker import InMemoryBroker
@@ -38,7 +39,7 @@ LOOKS: dict[str, dict[str, Any]] = {
 SHOWN = {
     "well", "overview", "overview-dark", "overview-narrow", "transactions", "transactions-dark",
     "transactions-narrow", "transaction", "transaction-dark", "content", "groups", "groups-dark",
-    "group", "audit", "preview", "outcome", "login", "find",
+    "group", "audit", "preview", "outcome", "login", "find", "audit-clean", "audit-drift",
 }  # fmt: skip
 
 
@@ -148,13 +149,28 @@ def take(window: Browser, folder: Path, name: str, path: str, *, every: bool) ->
             window.picture(folder / f"{name}{look}.png")
 
 
+def take_reports(folder: Path, *, every: bool) -> None:
+    """Take pictures of the report of a clean run, and of one with every kind of finding."""
+    with TemporaryDirectory() as private, browser(f"file://{private}") as window:
+        for name, page in audit_summaries.sample_pages().items():
+            (Path(private) / f"{name}.html").write_text(page, encoding="utf-8")
+            take(window, folder, name, f"/{name}.html", every=every)
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("folder", type=Path)
     arguments.add_argument("--every", action="store_true")
+    arguments.add_argument("--reports", action="store_true")
     given = arguments.parse_args()
     folder, every = given.folder, given.every
     folder.mkdir(parents=True, exist_ok=True)
+    take_reports(folder, every=every)
+    if not given.reports:
+        take_console(folder, every=every)
+
+
+def take_console(folder: Path, *, every: bool) -> None:
     order_4711.record(folder / "order-4711.svg")
     with ExitStack() as stack:
         broker = stack.enter_context(

@@ -16,6 +16,7 @@ from selenium.webdriver.common.keys import Keys
 from tests.console.chromium import Browser, browser
 from tests.console.console_world import TOKEN, post
 from tests.kit.secret_files import secret_file
+from tests.spark import audit_summaries
 from txbroker.core.records import State
 from txbroker.sdk import Decision
 from txbroker.sdk.blocking import BlockingTransactionalProducer
@@ -336,3 +337,22 @@ def test_form_on_another_site_does_nothing(chromium: Browser) -> None:
         chromium.driver.get(there)
         framed = chromium.until(chromium.complaints)
         assert any("frame" in line for line in framed)
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_links_filter_the_findings_of_a_report(
+    chromium: Browser, tmp_path: Path, width: int
+) -> None:
+    (tmp_path / "audit.html").write_text(audit_summaries.sample_pages()["audit-drift"])
+    chromium.url = f"file://{tmp_path}"
+    chromium.look(width=width)
+    for name in ("", "lost", "warning", "acknowledged", "healed"):
+        chromium.open(f"/audit.html#drift-{name}" if name else "/audit.html")
+        rows = [
+            (row.get_attribute("class") or "", row.is_displayed())
+            for row in chromium.all("tr.finding")
+        ]
+        assert all(shown == (not name or f"is-{name}" in kind.split()) for kind, shown in rows)
+        assert any(shown for _, shown in rows)
+    assert chromium.run("return document.documentElement.scrollWidth") <= width
+    assert chromium.complaints() == []

@@ -204,8 +204,13 @@ def with_proxy(**changes: Any) -> Overview:
     return structs.replace(WELL, proxies=(structs.replace(WELL.proxies[0], **changes),))
 
 
-def with_audit(ended_ms: int, **drift: int) -> Overview:
-    audits = (AuditOverview("batch", ended_ms, drift),)
+def with_audit(ended_ms: int, mode: str = "batch", **drift: int) -> Overview:
+    audits = (AuditOverview(mode, ended_ms, drift),)
+    return structs.replace(WELL, at_ms=100 * DAY_MS, audits=audits)
+
+
+def with_checks(**failed: str) -> Overview:
+    audits = (AuditOverview("batch", 100 * DAY_MS, {}, failed),)
     return structs.replace(WELL, at_ms=100 * DAY_MS, audits=audits)
 
 
@@ -244,12 +249,19 @@ PLANTED = {
         "In 3 h 54 m the retention of half messages (10 h)",
     ),
     "AuditDrift": (with_audit(100 * DAY_MS, late=3, lost=0), "UTC: 3 late."),
+    "AuditCheckFailed": (
+        with_checks(slow="error", few="warning"), "UTC: few (warning), slow (error).",
+    ),
+    "AuditCheckFailed of a critical one": (with_checks(slow="critical"), "UTC: slow (critical)."),
     "AuditStale": (with_audit(97 * DAY_MS), "The newest one ended 3 d ago"),
+    "AuditStreamLagging": (
+        with_audit(100 * DAY_MS - 301_000, "stream"), "what happened until 5 m 1 s ago",
+    ),
 }  # fmt: skip
 """For each alert an overview in which only its reason is planted, and the words of the page."""
 WARNINGS = {
     "PendingTooOld", "PendingGrowing", "PrepareSlow", "ChecksFailing", "GroupUnreachable",
-    "FileNotRead", "AuditStale",
+    "FileNotRead", "AuditStale", "AuditStreamLagging", "AuditCheckFailed",
 }  # fmt: skip
 
 
@@ -291,6 +303,7 @@ def test_every_alert_has_a_concern_or_a_place_to_look() -> None:
         with_proxy(half_retention_s=10.0, half_retention_headroom_s=4.0),
         with_proxy(prepare_p99_s=1.0),
         with_audit(98 * DAY_MS, lost=0),
+        with_audit(100 * DAY_MS - 300_000, "stream"),
     ],
 )
 def test_at_the_bounds_there_is_no_concern(quiet: Overview) -> None:

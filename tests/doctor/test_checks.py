@@ -13,7 +13,8 @@ from tests.kit.doctor import ALL, METRICS, NOW_MS, NOW_S, ONE, TWO, World
 from txbroker.cli.doctor import checks_kafka
 from txbroker.cli.doctor.findings import CheckLevel
 from txbroker.cli.doctor.subject import ReadyAnswer, RegisteredGroup, TestCall, Unavailable
-from txbroker.contract.audit import AuditNews, encode_news
+from txbroker.contract.audit import AuditNews, CheckNews, encode_news
+from txbroker.contract.drift import Severity
 from txbroker.contract.service import GroupOverview
 from txbroker.core.records import Record
 from txbroker.door.own_topics import Stop
@@ -540,6 +541,18 @@ async def test_recent_stream_does_not_hide_old_batch(world: World) -> None:
 async def test_drift_of_any_audit_fails(world: World) -> None:
     world.kafka.news = {"batch": news(), "stream": news(mode="stream", drift={"doubled": 4})}
     assert await world.seen("audit-drift") == (FAILS, ("doubled: 4, by stream r1",))
+
+
+@pytest.mark.parametrize(("severity", "level"), [("critical", FAILS), ("error", WARNING)])
+async def test_failed_check_of_an_audit_is_reported(
+    world: World, severity: Severity, level: CheckLevel
+) -> None:
+    assert (await world.outcome("audit-checks")).found == "the audits have no checks"
+    checks = [CheckNews("slow", severity, False), CheckNews("few", "critical", True)]
+    world.kafka.news = {"batch": news(checks=checks[1:])}
+    assert (await world.outcome("audit-checks")).found == "1 checks hold"
+    world.kafka.news = {"batch": news(checks=checks)}
+    assert await world.seen("audit-checks") == (level, (f"slow ({severity})",))
 
 
 async def test_audit_record_of_newer_version_is_reported(world: World) -> None:

@@ -14,7 +14,14 @@ import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
-from txbroker.contract.audit import AuditNews, UnreadRecord, decode_news, encode_news
+from txbroker.contract.audit import (
+    AuditNews,
+    CheckNews,
+    StreamFigures,
+    UnreadRecord,
+    decode_news,
+    encode_news,
+)
 from txbroker.contract.service import Readiness
 from txbroker.core.ledger import ApplyResult, Effect
 from txbroker.core.records import Decision, Half, Message, Source
@@ -525,6 +532,57 @@ def test_quarantined_records_are_counted_by_kind(metrics: Metrics, audit: AuditM
         del old[name]
     audit.changed("stream", msgspec.json.encode(old))
     assert counts() == {"batch": 5, "stream": 0}
+
+
+def test_checks_and_acknowledged_findings_of_a_batch(metrics: Metrics, audit: AuditMetrics) -> None:
+    def values(family: str) -> dict[tuple[str, ...], float]:
+        found = samples(metrics).items()
+        return {
+            tuple(dict(labels).values()): value for (name, labels), value in found if name == family
+        }
+
+    assert (values("audit_check_failed"), values("audit_acknowledged")) == ({}, {})
+    checks = [CheckNews("slow", "critical", False), CheckNews("few", "error", True)]
+    result = msgspec.structs.replace(decode_news(news()), checks=checks, acknowledged={"lost": 3})
+    audit.changed("batch", encode_news(result))
+    audit.changed("stream", news(9000))
+    assert values("audit_check_failed") == {("slow", "critical"): 1, ("few", "error"): 0}
+    assert values("audit_acknowledged") == {("lost",): 3}
+    assert values("audit_drift")[("lost",)] == 0
+    batch = next(one for one in audit.overviews() if one.mode == "batch")
+    assert batch.failed_checks == {"slow": "critical"}
+    audit.changed("batch", news())
+    assert values("audit_check_failed") == {}
+
+
+def test_load_of_the_stream_is_shown_until_its_record_is_deleted(
+    metrics: Metrics, audit: AuditMetrics
+) -> None:
+    def shown() -> dict[str, float]:
+        found = samples(metrics).items()
+        return {
+            " ".join([name, *(value for _, value in labels)]): value
+            for (name, labels), value in found
+            if name.startswith("audit_stream_")
+        }
+
+    figures = StreamFigures(
+        unread=7, open=3, ended=5, state_bytes=100, batch_ms=1500
+    )
+    result = encode_news(msgspec.structs.replace(decode_news(news()), stream=figures))
+    assert decode_news(result).stream == figures
+    audit.changed("batch", news(5000))
+    assert shown() == {}
+    audit.changed("stream", result)
+    assert shown() == {
+        "audit_stream_unread_records": 7,
+        "audit_stream_transactions open": 3,
+        "audit_stream_transactions ended": 5,
+        "audit_stream_state_bytes": 100,
+        "audit_stream_batch_seconds": 1.5,
+    }
+    audit.changed("stream", None)
+    assert shown() == {}
 
 
 def test_newer_version_is_logged_and_skipped(metrics: Metrics, audit: AuditMetrics) -> None:

@@ -16,10 +16,26 @@ from tests.spark.audit_process import REPORT, Commanded, begun
 from tests.spark.planted_cases import Planted, plant_all
 from tests.spark.planting import Planting
 from txbroker.embedded import EmbeddedKafka
+from txbroker.spark.journal import JOURNAL_FILE, Journal
+from txbroker.spark.schema import Acknowledgement
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+KNOWN = "visible_twice"
+CHECKS = """
+[checks.slow]
+measure = "decide_p99_s"
+limit = 1e6
+group = "*"
+[checks.parked]
+measure = "parked_share"
+limit = 0
+severity = "warning"
+[checks.fresh]
+measure = "audit_age_s"
+limit = 60
+"""
 SPARK_CONF = {
     # The quick compiler only: measured, a short session needs half the processor time. A heap that
     # is large from the start: the tests of two files took 85 s instead of 90. And a database of a
@@ -59,10 +75,17 @@ async def planted(kafka: EmbeddedKafka) -> AsyncIterator[Planted]:
 
 @pytest.fixture(scope="session")
 def commanded(planted: Planted, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commanded]:
-    """An audit of that by the command, which goes on while the tests do."""
+    """An audit of that by the command, with checks and an acknowledged finding, which goes on
+    while the tests do."""
     folder = tmp_path_factory.mktemp("commanded")
+    (folder / "checks.toml").write_text(CHECKS)
+    known = next(id for id, one in planted.planting.expected.items() if KNOWN in one.findings)
+    Journal(folder / JOURNAL_FILE).acknowledge(
+        [Acknowledgement(known, "", KNOWN, "ada", "a test", 1, 4_070_908_800_000)]
+    )
     options = (
         *("--master", "local[2]", "--report", str(folder / REPORT)),
+        *("--checks", str(folder / "checks.toml")),
         *("--conf", "spark.driver.memory=1g"),
     )
     with begun(planted.planting, folder, *options, TMPDIR=str(folder)) as ended:

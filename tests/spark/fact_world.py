@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from msgspec import structs
@@ -16,8 +16,17 @@ from pyspark.sql import SparkSession
 
 from txbroker.core.routing import make_id, parse_id
 from txbroker.spark import schema
-from txbroker.spark.facts.extract import Extract
-from txbroker.spark.schema import Facts, SnapshotBounds, Terms, TopicNames, TopicRead
+from txbroker.spark.schema import (
+    Extract,
+    Facts,
+    Part,
+    SnapshotBounds,
+    TableCount,
+    Terms,
+    TimeSpan,
+    TopicNames,
+    TopicRead,
+)
 
 START_MS = 1_700_000_000_000
 NAMES = TopicNames("half", "op", "parked", "audit", "drift")
@@ -240,6 +249,7 @@ class World:
         before: SnapshotBounds | None = None,
         keys_before: object = None,
         counted_from: SnapshotBounds | None = None,
+        part: Part | None = None,
     ) -> Extract:
         """Stand in for `txbroker.spark.facts.extract.extract`: read the next of `reads`."""
         cut = structs.replace(self.cut(self.reads.pop(0), before), asked_ms=terms.now_ms)
@@ -260,7 +270,14 @@ class World:
             path = f"{folder}/{name}"
             spark.createDataFrame(some, ddl).coalesce(1).write.parquet(path)
             tables[name] = spark.read.schema(ddl).parquet(path)
-        return Extract(Facts(**tables), spark.createDataFrame([], schema.BROKEN), cut)
+        read = {name: _counted(some) for name, some in rows.items()}
+        return Extract(Facts(**tables), schema.no_rows(spark, schema.BROKEN), cut, read)
+
+
+def _counted(rows: Sequence[Row]) -> TableCount:
+    times_ms = [row["id_ms"] for row in rows if row["id_ms"] is not None]
+    span = TimeSpan(min(times_ms), max(times_ms)) if times_ms else None
+    return TableCount(len(rows), sum(row.get("dedup") is not None for row in rows), span)
 
 
 def tables_held(spark: SparkSession) -> int:

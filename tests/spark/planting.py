@@ -104,7 +104,7 @@ class Planting:
     Args:
         prefix: of the topics; a unique one if empty.
         partitions: of the half topic.
-        fresh: False where another process has created the topics; then there are no turns.
+        fresh: False where another process has created the topics; then turns need `ready`.
     """
 
     def __init__(
@@ -148,13 +148,17 @@ class Planting:
         self._doors = [self._door.partition(number) for number in range(self.partitions)]
         if self._fresh:
             await asyncio.to_thread(self._make_targets)
+            await self.ready()
         return self
+
+    async def ready(self) -> None:
+        """Begin to take turns; only one process does."""
+        await asyncio.to_thread(self._turns.init_transactions, _TIMEOUT_S)
 
     def _make_targets(self) -> None:
         create_topic(self.bootstrap, self.orders, 4)
         create_topic(self.bootstrap, self.bills, 2)
         create_topic(self.bootstrap, self.stamped, 2, message_timestamp_type="LogAppendTime")
-        self._turns.init_transactions(_TIMEOUT_S)
 
     async def __aexit__(
         self,

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from tests.kit.topic_reader import read_topics
+from tests.spark.audit_tables import audited
 from tests.spark.planting import access_to
+from txbroker.spark.run import AuditSettings
 from txbroker.spark.schema import RunSummary, Terms, TopicNames
-from txbroker.spark.stream.state import RISES
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -60,15 +61,11 @@ class StreamWorld:
 
     def batch(self, now_ms: int, folder: Path) -> Batch:
         """Audit the same topics by the same terms, all at once and from their starts."""
-        from txbroker.spark.folders import read_verdicts
-        from txbroker.spark.run import AuditSettings, run_audit
-
         terms = msgspec.structs.replace(self.settings.terms, now_ms=now_ms)
         folder.mkdir()
         settings = AuditSettings(str(folder / "out"), folder, self.names, terms, "full")
-        summary = run_audit(self._spark, self._access, settings)
-        rows = read_verdicts(self._spark, settings.out, (summary.run,)).collect()
-        return Batch(summary, {(row["id"], kind) for row in rows for kind in row["findings"]})
+        summary, rows = audited(self._spark, self._access, settings)
+        return Batch(summary, {(id, kind) for id in rows for kind in rows[id]["findings"]})
 
     async def reported(self) -> list[dict[str, Any]]:
         records = await asyncio.to_thread(read_topics, self.bootstrap, [self.names.drift])
@@ -77,10 +74,13 @@ class StreamWorld:
         return events
 
     async def kinds(self) -> set[tuple[str, str]]:
-        """Return the findings by transaction; each was reported once."""
-        reported = [(each["id"], each["kind"]) for each in await self.reported()]
-        assert len(reported) == len(set(reported)), reported
-        return set(reported)
+        """Return the open findings by transaction; each change was reported once."""
+        found = set[tuple[str, str]]()
+        for each in await self.reported():
+            finding = each["id"], each["kind"]
+            assert (finding in found) == (each["state"] == "healed"), each
+            found ^= {finding}
+        return found
 
 
 async def reached(stream: AuditStream, condition: Callable[[], bool]) -> None:
@@ -97,6 +97,6 @@ async def judged(stream: AuditStream, at_ms: float) -> None:
 
 async def confirmed(stream: AuditStream) -> None:
     """Wait until everything that was stored so far is judged for good."""
-    await judged(stream, time.time() * 1000)
-    for _ in range(RISES + 1):
-        await judged(stream, stream.judged_ms)
+    # Once read, and once all logs were read past the ticks that were read with it.
+    for _ in range(2):
+        await judged(stream, time.time() * 1000)

@@ -13,6 +13,7 @@ import pytest
 from msgspec import structs
 
 from tests.spark.any_records import AT_MS, PARTITION, any_records, frame, outcome, stored
+from tests.spark.audit_tables import Audited, audited, rows_in
 from txbroker.cli.audit.output import as_row, drift_in_words
 from txbroker.core.decoding import NewerVersion, decode_half, decode_kept, decode_marker, is_content
 from txbroker.core.encoding import (
@@ -34,9 +35,9 @@ from txbroker.core.records import (
 )
 from txbroker.core.routing import make_id, parse_id
 from txbroker.spark.access import TopicEnds, news_of
-from txbroker.spark.folders import current_verdicts
+from txbroker.spark.report.contents import ReportTables
 from txbroker.spark.report.report import render
-from txbroker.spark.run import AuditSettings, run_audit
+from txbroker.spark.run import AuditSettings
 from txbroker.spark.schema import RunSummary, TopicNames
 
 if TYPE_CHECKING:
@@ -214,30 +215,34 @@ class Logs:
         return rows.withColumn("timestamp", F.timestamp_millis("at_ms")).drop("at_ms")
 
 
-@pytest.fixture
-def audit(
-    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., RunSummary]:
-    def audited(logs: Any, name: str, mode: str = "incremental") -> RunSummary:
+class Audits:
+    """Audits of records, each series in a folder."""
+
+    def __init__(self, spark: SparkSession, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._spark, self._folder, self._monkeypatch = spark, folder, monkeypatch
+        self._last: dict[str, Audited] = {}
+
+    def __call__(self, logs: Any, name: str, mode: str = "incremental") -> RunSummary:
         load = "txbroker.spark.facts.topics.TopicReader._load"
-        monkeypatch.setattr(load, lambda stage, options: logs.load(options))
-        folder = tmp_path / name
+        self._monkeypatch.setattr(load, lambda stage, options: logs.load(options))
+        folder = self._folder / name
         settings = AuditSettings(str(folder / "out"), folder, NAMES, mode=mode)  # type: ignore[arg-type]
-        return run_audit(spark, logs, settings)
+        self._last[name] = audited(self._spark, logs, settings)
+        return self._last[name].summary
 
-    return audited
+    def verdicts(self, name: str) -> dict[str, Any]:
+        """Return the valid verdicts of a series by id, ended and carried ones."""
+        return rows_in(self._spark, str(self._folder / name / "out")) | self._last[name].carried
 
 
-def verdicts(spark: SparkSession, folder: Path, runs: Sequence[RunSummary]) -> dict[str, Any]:
-    """Return the verdicts that count, by id; ids of the far future have days beyond Python's."""
-    rows = current_verdicts(spark, str(folder / "out"), [each.run for each in runs])
-    reported = rows.drop("run", "day", "places").collect()
-    return {row["id"]: row.asDict() for row in reported}
+@pytest.fixture
+def audit(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Audits:
+    return Audits(spark, tmp_path, monkeypatch)
 
 
 @pytest.mark.timeout(600)
 def test_any_records_get_the_same_verdicts_in_one_run_and_in_two(
-    spark: SparkSession, tmp_path: Path, audit: Callable[..., RunSummary]
+    spark: SparkSession, tmp_path: Path, audit: Audits
 ) -> None:
     records = any_records(1000)
     topics = {NAMES.half: records, NAMES.op: records, NAMES.parked: records, "orders": records}
@@ -254,8 +259,7 @@ def test_any_records_get_the_same_verdicts_in_one_run_and_in_two(
     assert len(once.set_aside) == 20
     assert all(each.own for each in once.set_aside)
     assert once.missing_targets == second.missing_targets
-    in_one = verdicts(spark, tmp_path / "once", [once])
-    in_two = verdicts(spark, tmp_path / "twice", [first, second])
+    in_one, in_two = audit.verdicts("once"), audit.verdicts("twice")
     assert {id: row for id, row in in_two.items() if row != in_one[id]} == {}
     assert in_one.keys() == in_two.keys()
 
@@ -274,7 +278,7 @@ def whole(number: int) -> tuple[Half, Record, Record, Record]:
 
 
 def test_records_of_others_are_named_and_no_drift(
-    spark: SparkSession, tmp_path: Path, audit: Callable[..., RunSummary]
+    spark: SparkSession, tmp_path: Path, audit: Audits
 ) -> None:
     _, prepared, marker, promoted = whole(1)
     wrong = [Record(b"k", b"v", (("txb-id", b"012-456789ABCDEFGHJKMNPQRS"),))]
@@ -297,16 +301,13 @@ def test_records_of_others_are_named_and_no_drift(
     reported = json.loads(json.dumps(as_row(found)))
     first = next(each for each in reported["set_aside"] if each["topic"] == "orders")
     assert (first["partition"], first["offset"], first["own"]) == (PARTITION, 0, False)
-    page = render(found, [])
+    page = render(found, [], ReportTables())
     assert "its txb-id is not a transaction id" in page
-    assert "204 records do not read" in page
     assert "204 records are unreadable and were set aside." in drift_in_words(found)
     assert news_of(found).set_aside[0].why in {each.why for each in found.set_aside}
 
 
-def test_own_unreadable_record_is_drift(
-    spark: SparkSession, tmp_path: Path, audit: Callable[..., RunSummary]
-) -> None:
+def test_own_unreadable_record_is_drift(spark: SparkSession, tmp_path: Path, audit: Audits) -> None:
     half, prepared, marker, promoted = whole(1)
     own = Record(b"k", b"v", prepared.headers[:-1])
     topics = {
@@ -326,11 +327,11 @@ def test_own_unreadable_record_is_drift(
         (NAMES.half, 2, False),
     ]
     assert "3 of them ours" in drift_in_words(found)
-    assert "Own record unreadable" in render(found, [])
+    assert "Own record unreadable" in render(found, [], ReportTables())
 
 
 def test_a_target_that_does_not_exist_is_named_in_any_run(
-    spark: SparkSession, tmp_path: Path, audit: Callable[..., RunSummary]
+    spark: SparkSession, tmp_path: Path, audit: Audits
 ) -> None:
     _, prepared, marker, promoted = whole(1)
     lost, back, kept = whole(2), whole(3), whole(4)
@@ -354,7 +355,7 @@ def test_a_target_that_does_not_exist_is_named_in_any_run(
     for found in (parts, again, once):
         assert (found.drift, found.missing_targets) == ({"target_missing": 2}, {"orders": 2})
         assert "Targets that do not exist: orders." in drift_in_words(found)
-        assert "<code>orders</code> does not exist" in render(found, [])
+        assert "does not exist; 2 transactions committed to it" in render(found, [], ReportTables())
         assert news_of(found).missing_targets == {"orders": 2}
         assert {each.id for each in found.examples} == {whole(1)[0].id, lost[0].id}
     assert {each.mode for each in (parts, again)} == {"incremental"}
@@ -363,9 +364,7 @@ def test_a_target_that_does_not_exist_is_named_in_any_run(
     assert audit(logs, "young", "full").drift == {}
 
 
-def test_unreadable_target_ends_no_run(
-    spark: SparkSession, tmp_path: Path, audit: Callable[..., RunSummary]
-) -> None:
+def test_unreadable_target_ends_no_run(spark: SparkSession, tmp_path: Path, audit: Audits) -> None:
     _, prepared, marker, promoted = whole(1)
     lost = whole(2)
     undecided = Half(
@@ -388,7 +387,7 @@ def test_unreadable_target_ends_no_run(
     assert full.unread_targets.keys() == {"a/b", "orders"}
     assert audit(logs, "parts").drift == {"overdue": 1, "target_unreadable": 1}
     assert "Targets not readable: a/b (no topic can have this name), " in drift_in_words(full)
-    assert "<code>orders</code> is not readable: no right." in render(full, [])
+    assert "no right" in render(full, [], ReportTables())
     logs.unread = set()
     for name in ("full", "parts"):
         assert audit(logs, name).drift == {"overdue": 1, "lost": 1}
@@ -396,7 +395,7 @@ def test_unreadable_target_ends_no_run(
 
 @pytest.mark.parametrize("taken", [0, 2])
 def test_findings_without_half_are_found_in_any_run(
-    spark: SparkSession, tmp_path: Path, audit: Callable[..., RunSummary], taken: int
+    spark: SparkSession, tmp_path: Path, audit: Audits, taken: int
 ) -> None:
     back, twice, good, never = whole(1), whole(2), whole(3), whole(4)
     rollback = encode_marker(Marker(1, MarkerKind.ROLLBACK, back[0].id, group="g"))
@@ -421,8 +420,8 @@ def test_findings_without_half_are_found_in_any_run(
     assert parts.mode == "incremental"
     assert parts.drift == once.drift == expected
     reported = [
-        verdicts(spark, tmp_path / "parts", [first, parts]),
-        verdicts(spark, tmp_path / "once", [once]),
+        audit.verdicts("parts"),
+        audit.verdicts("once"),
     ]
     for each in (back, twice, *unprepared):
         found = [(rows[each[0].id]["verdict"], rows[each[0].id]["findings"]) for rows in reported]

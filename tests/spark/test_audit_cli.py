@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import click
 import msgspec
@@ -20,7 +21,6 @@ import pytest
 
 from tests.kit.cli import Call, Result
 from tests.spark.audit_summaries import summary
-from txbroker.cli.audit import run as audit_run
 from txbroker.cli.audit.output import STATES, drift_in_words, show_run
 from txbroker.cli.audit.run import arguments_again
 from txbroker.cli.main import cli
@@ -29,7 +29,17 @@ from txbroker.cli.setting_options import settings_from
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.spark import schema
 from txbroker.spark.journal import JOURNAL_FILE, Journal
-from txbroker.spark.schema import BrokenRecord, Example, RunSummary, SnapshotBounds, TopicRead
+from txbroker.spark.lock import alone
+from txbroker.spark.schema import (
+    Acknowledgement,
+    BrokenRecord,
+    CheckResult,
+    Example,
+    RunSummary,
+    SnapshotBounds,
+    TopicRead,
+)
+from txbroker.spark.tables.manifest import Manifest
 
 
 @pytest.fixture
@@ -105,6 +115,7 @@ def data_dir(tmp_path: Path) -> Path:
             "--business-password-file /no/such: No such file or directory",
         ),
         ("run -o xml", "'xml' is not one of"),
+        ("run --format orc", "'orc' is not"),
         ("run --kafka-sasl-username x", "need kafka_security_protocol"),
         ("stream --every-s -1", "--every-s -1: expected more than 0, at most 1e9"),
         ("show --limit 0", "0 is not in the range"),
@@ -249,10 +260,10 @@ class Played:
         self.fails: Exception | None = None
         self.report_fails: Exception | None = None
         self._call, self._data_dir = call, data_dir
-        monkeypatch.setattr(audit_run, "started", self._started)
+        monkeypatch.setattr("txbroker.cli.audit.batch.started", self._started)
         monkeypatch.setattr("txbroker.spark.run.run_audit", self._run)
         monkeypatch.setattr("txbroker.spark.access.publish", self._publish)
-        monkeypatch.setattr("txbroker.cli.audit.run._report", self._report)
+        monkeypatch.setattr("txbroker.cli.audit.publish.report_run", self._report)
 
     def audit(self, *options: object) -> Result:
         self.steps.clear()
@@ -299,6 +310,39 @@ def test_result_is_published_although_the_report_fails(
     assert str(error) in result.err
     assert "Drift! " in result.err
     assert "lost" in result.out
+
+
+def test_second_audit_is_refused_before_spark_starts(played: Played, tmp_path: Path) -> None:
+    with alone(tmp_path):
+        result = played.audit()
+    assert (result.code, result.out, played.steps) == (1, "", [])
+    assert f"another audit (process {os.getpid()}) is running on {tmp_path}" in result.err
+    assert played.audit().code == 0
+
+
+@pytest.mark.parametrize(
+    ("manifest", "options", "words"),
+    [
+        (
+            Manifest("shop"),
+            (),
+            "belong to the installation shop, not txbroker: name a separate --out",
+        ),
+        (
+            Manifest("txbroker", "delta"),
+            ("--format", "parquet"),
+            "have the format delta, not parquet",
+        ),
+    ],
+)
+def test_unfit_tables_are_refused_before_spark_starts(
+    played: Played, tmp_path: Path, manifest: Manifest, options: tuple[str, ...], words: str
+) -> None:
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables/tables.json").write_bytes(msgspec.json.encode(manifest))
+    result = played.audit("--out", tmp_path / "tables", *options)
+    assert (result.code, result.out, played.steps) == (1, "", [])
+    assert words in result.err
 
 
 def test_unwritable_report_is_refused_before_the_run(played: Played, tmp_path: Path) -> None:
@@ -362,6 +406,148 @@ def test_a_run_that_finds_nothing_fails_as_ever(
     result = played.audit()
     assert (result.code, result.out, result.err) == (1, "", "Error: no right to topic x\n")
     assert played.steps == ["spark"]
+
+
+# --- checks and acknowledgements -------------------------------------------------------------
+
+FAILED = CheckResult("slow", "error", "visible_p99_s", 7.254, 5, False, "orders")
+RESULTS = (
+    FAILED,
+    CheckResult("few", "warning", "volume_min", 0.9, 0.5, True),
+    CheckResult("age", "critical", "audit_age_s", None, 90_000, None),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "code"),
+    [
+        ({"checks": RESULTS}, (), 4),
+        ({"checks": RESULTS}, ("--exit-from", "error"), 4),
+        ({"checks": RESULTS}, ("--exit-from", "critical"), 0),
+        ({"checks": RESULTS[1:]}, (), 0),
+        ({"drift": {"late": 1}}, (), 4),
+        ({"drift": {"late": 1}}, ("--exit-from", "error"), 0),
+        ({"drift": {"lost": 1}}, ("--exit-from", "critical"), 4),
+        ({"drift": {"lost": 2}, "acknowledged": {"lost": 2}}, (), 0),
+        ({"drift": {"lost": 2}, "acknowledged": {"lost": 1}}, (), 4),
+    ],
+)
+def test_severity_decides_the_exit_code(
+    played: Played, changes: dict[str, Any], options: tuple[str, ...], code: int
+) -> None:
+    played.finds = msgspec.structs.replace(CLEAN, **changes)
+    assert played.audit(*options).code == code
+
+
+def test_the_file_of_checks_decides_the_exit_code(played: Played, tmp_path: Path) -> None:
+    file = tmp_path / "checks.toml"
+    file.write_text('exit_from = "error"\n')
+    played.finds = msgspec.structs.replace(CLEAN, drift={"late": 1})
+    assert played.audit("--checks", file).code == 0
+    assert played.audit("--checks", file, "--exit-from", "warning").code == 4
+    file.write_text("exit_form = 1\n")
+    refused = played.audit("--checks", file)
+    assert (refused.code, refused.out, played.steps) == (2, "", [])
+    assert f"{file}: there is no key 'exit_form', did you mean 'exit_from'?" in refused.err
+
+
+def test_unpublished_findings_that_are_acknowledged_stay_so(played: Played) -> None:
+    known = {"drift": {"visible_twice": 1}, "acknowledged": {"visible_twice": 1}}
+    played.finds, played.fails = msgspec.structs.replace(DRIFTED, **known), KafkaUnavailable("no")
+    assert played.audit().code == 0
+    played.finds, played.fails = NEXT, None
+    assert (played.audit().code, played.steps) == (0, ["spark", f"published {NEXT.run}"])
+
+
+def test_checks_and_acknowledgements_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    id = "0" * 26
+    known = Acknowledgement(id, "", "lost", "ada", "an old outage", 0, CLEAN.started_ms)
+    found = msgspec.structs.replace(
+        DRIFTED, checks=RESULTS, drift={"lost": 3, "late": 1}, acknowledged={"lost": 1, "late": 1}
+    )
+    show_run(found, "table", [known, msgspec.structs.replace(known, id="1" * 26)])
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for expected in (
+        "slow FAILED error 7.254 s at most 5 s orders",
+        "few ok warning 0.9 at least 0.5 -",
+        "age nothing to compare critical - at most 90,000 s -",
+    ):
+        assert expected in printed
+    assert any(line.startswith("lost 3 2 ") for line in printed)
+    assert any(line.startswith("late 1 acknowledged ") for line in printed)
+    until = "lost until 2026-01-01 00:00:00.000Z by ada: an old outage"
+    assert sum(until in line for line in printed) == 1
+    words = drift_in_words(found)
+    assert "Failed checks: slow (error), 7.254 s of orders, at most 5 s." in words
+    assert "Acknowledged findings: Committed, not visible: lost: 1, Committed" in words
+    assert words.endswith("Drift! Committed, not visible: lost: 2.")
+    quiet = msgspec.structs.replace(found, drift={"late": 1}, acknowledged={"late": 1})
+    assert drift_in_words(quiet).endswith("No other drift.")
+
+
+ID, PLACE = "0" * 26, "txbroker.half-3@17"
+TIMELY = ("--until", "2099-12-31", "--why", "known")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((), "name an ID and kinds of findings, or --group NAME and kinds"),
+        (("x", "lost", *TIMELY), "'x' is no transaction id (a transaction id has 26 characters"),
+        (("txbroker.half-3", "lost", *TIMELY), "nor a position TOPIC-PARTITION@OFFSET"),
+        ((ID, "loost", *TIMELY), "there is no kind of finding 'loost': did you mean lost?"),
+        (("--group", "g", ID, *TIMELY), "the kinds are rolled_back_visible, visible_without_com"),
+        ((ID, *TIMELY), "name the kinds of findings, some of rolled_back_visible"),
+        ((ID, "lost", "--why", "w"), "--until DATE and --why TEXT are needed"),
+        ((ID, "lost", "--until", "2099-01-01", "--why", " "), "--until DATE and --why TEXT are"),
+        ((ID, "lost", "--until", "2020-01-01", "--why", "w"), "--until 2020-01-01 is over"),
+        ((ID, "lost", "--until", "2020-01-01T10:00+02:00", "--why", "w"), "is over"),
+        ((ID, "lost", "--until", "soon", "--why", "w"), "'soon' is no date: give one such as"),
+        ((ID, "lost", "--until", "2099-02-30", "--why", "w"), "'2099-02-30' is no date"),
+        ((ID, "--remove", *TIMELY), "--remove takes no --until, no --why and no --by"),
+        ((ID, "--list"), "--list takes no ID, no KIND and no other option"),
+        (("--list", "--by", "x"), "--list takes no ID, no KIND and no other option"),
+    ],
+)
+def test_wrong_acknowledgements_are_refused(
+    call: Call, tmp_path: Path, arguments: tuple[str, ...], reason: str
+) -> None:
+    result = call("ack", "--data-dir", tmp_path / "new", *arguments)
+    assert (result.code, result.out) == (2, "")
+    assert reason in " ".join(result.err.split())
+    assert not (tmp_path / "new").exists()
+
+
+def test_findings_are_acknowledged_listed_and_removed(call: Call, data_dir: Path) -> None:
+    def listed() -> list[tuple[str, ...]]:
+        rows = call("ack", "--list", "--data-dir", data_dir, "-o", "json").json
+        return [tuple(row[name] for name in ("id", "grp", "kind", "by", "why")) for row in rows]
+
+    there = ("--data-dir", data_dir)
+    assert "There is no acknowledgement" in call("ack", "--list", *there).err
+    first = call("ack", *there, ID, "lost", "late", *TIMELY, "--by", "ada")
+    assert (first.code, first.out) == (0, "")
+    assert f"Acknowledged for {ID} until 2100-01-01 00:00:00.000Z: lost, late." in first.err
+    # An example of the journal shows that it is lost, and none that it is late.
+    assert f"shows late of {ID}; the journal has a few examples" in first.err
+    assert call("ack", *there, "--group", "orders", "overdue", *TIMELY, "--by", "bob").code == 0
+    assert call("ack", *there, PLACE, "unreadable", *TIMELY, "--by", "bob").code == 0
+    assert call("ack", *there, ID, "lost", "--until", "2098-01-01T00:00", "--why", "2nd").code == 0
+    lost, overdue, late, unreadable = listed()
+    assert (lost[:3], lost[4]) == ((ID, "", "lost"), "2nd")
+    assert "@" in lost[3]  # user and machine
+    assert overdue == ("", "orders", "overdue", "bob", "known")
+    assert late == (ID, "", "late", "ada", "known")
+    assert unreadable == (PLACE, "", "unreadable", "bob", "known")
+    shown = call("show", "last", *there).out
+    assert "lost until 2098-01-01 00:00:00.000Z by " in " ".join(shown.split())
+    assert call("ack", *there, "--remove", ID, "late").code == 0
+    assert call("ack", *there, "--remove", "--group", "orders").code == 0
+    assert [row[2] for row in listed()] == ["lost", "unreadable"]
+    again = call("ack", *there, "--remove", ID, "late")
+    assert (again.code, again.out) == (1, "")
+    assert f"{ID} has no such acknowledgement in" in again.err
+    assert Journal(data_dir / JOURNAL_FILE).acknowledged(2**52) == []
 
 
 def test_full_run_reports_earlier_retention() -> None:
@@ -437,7 +623,6 @@ def section(title: str) -> str:
 @pytest.mark.parametrize(
     ("title", "ddl"),
     [
-        ("Verdicts", schema.VERDICT),
         ("half", schema.HALF),
         ("op", schema.OP),
         ("visible", schema.VISIBLE),
@@ -459,8 +644,7 @@ def test_every_finding_is_described_the_gravest_first() -> None:
 
 
 def test_each_verdict_without_findings_has_a_meaning_in_the_cli() -> None:
-    table = section("Verdicts").partition("without findings")[2]
-    named = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    named = re.findall(r"^\| `(\w+)` \|", section("Verdicts"), re.M)
     assert len(named) == 7
     assert [name for name in named if name not in STATES] == []
 

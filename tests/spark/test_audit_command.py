@@ -111,8 +111,8 @@ def start(spark_home: Path, tmp_path: Path) -> Iterator[Callable[..., Path]]:
     """Starts a process of a standalone cluster; returns its log. Ended after the test."""
     running = []
 
-    def starting(name: str, *arguments: str) -> Path:
-        log = tmp_path / f"{name}.log"
+    def starting(name: str, *arguments: str, log: str = "") -> Path:
+        path = tmp_path / f"{log or name}.log"
         command = [
             find_java().path, "-Xmx512m", "-cp", f"{spark_home}/jars/*",
             f"org.apache.spark.deploy.{name}", *arguments,
@@ -122,13 +122,13 @@ def start(spark_home: Path, tmp_path: Path) -> Iterator[Callable[..., Path]]:
             "SPARK_LOCAL_IP": "127.0.0.1",
             "SPARK_SCALA_VERSION": "2.13",  # as in Spark's scripts
         }
-        with log.open("w") as file:
+        with path.open("w") as file:
             running.append(
                 subprocess.Popen(
                     command, stdout=file, stderr=file, env=environment(**more), cwd=tmp_path
                 )
             )
-        return log
+        return path
 
     yield starting
     for process in reversed(running):
@@ -147,16 +147,18 @@ def output(log: Path, pattern: str) -> str:
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_a_standalone_master_and_worker(
+def test_a_standalone_master_and_two_workers(
     planted: Planted, bare: tuple[str, ...], start: Callable[..., Path], tmp_path: Path
 ) -> None:
     master = start("master.Master", "--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
     url = output(master, r"Starting Spark master at (spark://\S+)")
-    worker = start(
-        "worker.Worker", "--host", "127.0.0.1", "--cores", "2", "--memory", "2g",
-        "--webui-port", "0", "--work-dir", str(tmp_path / "work"), url,
-    )  # fmt: skip
-    output(worker, r"(Successfully registered with master)")
+    for number in range(2):
+        worker = start(
+            "worker.Worker", "--host", "127.0.0.1", "--cores", "1", "--memory", "2g",
+            "--webui-port", "0", "--work-dir", str(tmp_path / f"work{number}"), url,
+            log=f"worker{number}",
+        )  # fmt: skip
+        output(worker, r"(Successfully registered with master)")
     ended = audit(
         planted.planting, tmp_path, "--master", url, *bare,
         SPARK_LOCAL_IP="127.0.0.1", PYSPARK_PYTHON=sys.executable,

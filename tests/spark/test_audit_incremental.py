@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -11,28 +13,34 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from tests.spark.audit_tables import rows_in
 from tests.spark.fact_world import NAMES, Moment, World, tables_held
 from tests.spark.planted_cases import plant_all, plant_clean
 from tests.spark.planting import Planting, access_to
 from txbroker.core.records import Half
 from txbroker.errors import ConfigurationError
 from txbroker.spark.business import BusinessTable
-from txbroker.spark.folders import current_verdicts, read_verdicts
 from txbroker.spark.journal import Journal
 from txbroker.spark.run import AuditSettings, check_window, run_audit, run_name
 from txbroker.spark.schema import RunSummary, Terms
+from txbroker.spark.tables.layout import DRIFT, RUNS, TABLES, TRANSACTIONS, Table
+from txbroker.spark.tables.store import open_store
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
     from txbroker.embedded import EmbeddedKafka
+
+
+COMPARED = tuple(table for table in TABLES if table is not RUNS)
 
 
 class Installation:
     """Audits of a world, in separate folders.
 
     Attributes:
-        summaries: of the runs so far.
+        summaries, notices: of the runs so far.
+        on_stage: called with each stage.
     """
 
     def __init__(
@@ -41,10 +49,12 @@ class Installation:
         self.spark, self.world, self.folder = spark, world, folder
         self.settings = AuditSettings(str(folder / "out"), folder / "data", NAMES)
         self.summaries: list[RunSummary] = []
-        monkeypatch.setattr("txbroker.spark.run.extract", world.stage)
+        self.on_stage: Callable[[str], None] = lambda stage: None
+        self.notices: list[str] = []
+        monkeypatch.setattr("txbroker.spark.facts.history.extract", world.stage)
 
     def audit(self, moment: Moment, **fields: Any) -> RunSummary:
-        """Audit what was there at a moment. `brokers`: who is asked what time it is."""
+        """Audit the records of a moment. `brokers`: the access that returns the time."""
         self.world.reads = [moment]
         brokers: Any = fields.pop("brokers", None)  # the world is asked itself
         now_ms = self.world.now_at(moment) if brokers is None else 0
@@ -52,27 +62,17 @@ class Installation:
         given = {"terms": Terms(now_ms, overdue_after_ms=overdue_ms), **fields}
         settings = msgspec.structs.replace(self.settings, **given)
         held = tables_held(self.spark)
-        self.summaries.append(run_audit(self.spark, brokers, settings))
+        notice = self.notices.append
+        self.summaries.append(run_audit(self.spark, brokers, settings, self.on_stage, notice))
         assert tables_held(self.spark) <= held
         return self.summaries[-1]
 
-    def verdicts(self) -> dict[str, dict[str, Any]]:
-        runs = [each.run for each in self.summaries]
-        return by_id(current_verdicts(self.spark, self.settings.out, runs))
+    def rows(self, table: Table = TRANSACTIONS) -> dict[Any, Any]:
+        return rows_in(self.spark, self.settings.out, table)
 
     def kept(self, kind: str) -> list[str]:
         found = (self.folder / "out" / kind).glob("run=*")
         return sorted(path.name.removeprefix("run=") for path in found)
-
-
-def by_id(rows: DataFrame) -> dict[str, dict[str, Any]]:
-    """Return rows by id, without what tells one run from another."""
-    found = {}
-    for row in rows.drop("run").collect():
-        assert row["id"] not in found
-        found[row["id"]] = row.asDict(recursive=True)
-        found[row["id"]]["places"].sort(key=str)
-    return found
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -117,21 +117,27 @@ def test_any_life_in_parts_gets_the_verdicts_of_one_run(
     # Facts of all are kept for those to whom something comes late, the rest only for the next.
     assert many.kept("facts") == [each.run for each in many.summaries]
     assert many.kept("carry") == [many.summaries[-1].run]
-    in_parts = many.verdicts()
+    in_parts = {table: many.rows(table) for table in COMPARED}
 
+    whole = Installation(spark, world, tmp_path / "whole", monkeypatch)
+    whole.audit(world.end())
+    for table in COMPARED:
+        assert differences(in_parts[table], whole.rows(table)) == {}, table.name
+    expected = whole.rows()
     at_once = many.audit(world.end(), mode="full")
     assert (at_once.mode, sum(at_once.records.values())) == ("full", len(world.records))
-    expected = by_id(read_verdicts(spark, many.settings.out, [at_once.run]))
-    assert differences(in_parts, expected) == {}
+    for table in COMPARED:
+        assert differences(many.rows(table), whole.rows(table)) == {}, table.name
     kinds = {finding for row in expected.values() for finding in row["findings"]}
+    kinds |= at_once.drift.keys()
     assert kinds >= {"visible_twice", "contrary_markers", "out_of_order", "rolled_back_visible"}
     assert "overdue" in kinds
     # Nor is anything gone where others' records were taken before.
-    assert {tuple(row["topics"]) for row in expected.values() if "lost" in row["findings"]} >= {
-        ("rare",)
-    }
+    drift = open_store(spark, many.settings.out).read(DRIFT)
+    lost = drift.where("kind = 'lost' AND state = 'open'")
+    assert not lost.where("why LIKE '%for rare-%'").isEmpty()
     assert many.kept("facts") == many.kept("carry") == [at_once.run]
-    assert len(many.kept("verdicts")) == len(many.summaries)
+    assert many.kept("verdicts") == []
 
 
 @pytest.mark.long
@@ -152,8 +158,9 @@ def test_run_that_dies_leaves_nothing_and_changes_nothing(
         broken.setattr(Journal, "add", full)
         with pytest.raises(OSError, match="no space"):
             runs.audit(world.end())
-    for kind in ("verdicts", "facts", "carry"):
+    for kind in ("facts", "carry"):
         assert runs.kept(kind) == [first.run]
+    assert runs.kept("verdicts") == runs.kept("staged") == []
     again = runs.audit(world.end())
     assert again.mode == "incremental"
     records = sum(sum(each.records.values()) for each in (first, again))
@@ -162,7 +169,7 @@ def test_run_that_dies_leaves_nothing_and_changes_nothing(
 
     elsewhere = msgspec.structs.replace(runs.settings, out=str(tmp_path / "elsewhere"))
     nobody: Any = None
-    with pytest.raises(ConfigurationError, match=f"what the last run .{again.run}. left"):
+    with pytest.raises(ConfigurationError, match=f"state that the last run .{again.run}. left"):
         run_audit(spark, nobody, elsewhere)
     names = msgspec.structs.replace(NAMES, half="other.half")
     lower = msgspec.structs.replace(runs.settings, terms=Terms(1, dedup_window_ms=60_000))
@@ -192,7 +199,7 @@ def test_run_uses_broker_clock_and_skips_unrelated_history(
     with monkeypatch.context() as another_time:
         another_time.setattr("txbroker.spark.run.time", here)
         first = runs.audit(world.end(), brokers=brokers)
-    assert first.run.startswith(run_name(here_ms)[:18])  # a name is not what is judged by
+    assert first.run.startswith(run_name(here_ms)[:18])  # a name decides nothing
     assert first.terms == Terms(now_ms)
     assert first.states == {"committed": 1, "pending": 1, "promoted": 20}
     assert (first.carried, first.drift) == (2, {})
@@ -206,7 +213,7 @@ def test_run_uses_broker_clock_and_skips_unrelated_history(
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_deleted_folders_of_earlier_runs_cause_no_finding(
+def test_deleted_facts_and_expired_rows_cause_no_finding(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(10)
@@ -215,7 +222,6 @@ def test_deleted_folders_of_earlier_runs_cause_no_finding(
     runs = Installation(spark, world, tmp_path, monkeypatch)
     assert runs.audit(world.end()).states == {"promoted": 1}
     shutil.rmtree(tmp_path / "out/facts")
-    shutil.rmtree(tmp_path / "out/verdicts")
     world.now_ms += 3_600_000
     fresh = world.prepare()
     world.promote(fresh, world.mark(fresh, "commit"))
@@ -230,10 +236,43 @@ def test_deleted_folders_of_earlier_runs_cause_no_finding(
         {"gone": 1, "promoted": 1},
         {},
     )
-    shutil.rmtree(tmp_path / "out/verdicts")
-    # Now no verdict at all tells of the first.
+    assert {row["verdict"] for row in runs.rows().values()} == {"settled"}
+    store = open_store(spark, runs.settings.out)
+    last_day = max(row["day"] for row in runs.rows().values())
+    store.expire_before((last_day + timedelta(1)).isoformat())
+    shutil.rmtree(tmp_path / "out/transactions")
+    world.now_ms += 86_400_000
     last = runs.audit(world.end(), business=business)
     assert (last.drift, last.business["rows"], last.business["rows_gone"]) == ({}, 2, 2)
+
+
+@pytest.mark.timeout(600)
+def test_state_of_an_earlier_version_is_read_again_with_a_notice(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(11)
+    half = world.prepare()
+    world.promote(half, world.mark(half, "commit"))
+    runs = Installation(spark, world, tmp_path, monkeypatch)
+    first = runs.audit(world.end())
+    (state,) = (tmp_path / "out/carry").glob("*/chain.json")
+    chain = msgspec.json.decode(state.read_bytes())
+    state.with_name(".chain.json.crc").unlink()
+    state.write_bytes(msgspec.json.encode(chain | {"version": 1}))
+    brokers = SimpleNamespace(now_ms=lambda names: world.now_at(world.end()) - 5000)
+    again = runs.audit(world.end(), brokers=brokers)
+    assert (again.mode, again.records) == ("full", first.records)
+    old, clock = runs.notices
+    assert old.startswith("An earlier version of txbroker wrote the state")
+    assert clock.startswith("The brokers' clocks are 5 s earlier than at the last run")
+    assert runs.kept("facts") == runs.kept("carry") == [again.run]
+    (row,) = runs.rows().values()
+    assert row["verdict"] == "settled"
+    (state,) = (tmp_path / "out/carry").glob("*/chain.json")
+    state.with_name(".chain.json.crc").unlink()
+    state.write_bytes(msgspec.json.encode(chain | {"version": 99}))
+    with pytest.raises(ConfigurationError, match="a newer version of txbroker wrote"):
+        runs.audit(world.end())
 
 
 def test_another_dedup_window_asks_for_a_full_audit() -> None:
@@ -291,14 +330,15 @@ async def test_on_kafka_a_second_run_finds_what_one_run_finds(
         settings = msgspec.structs.replace(settings, terms=await plant_all(p))
         second = run_audit(spark, access, settings)
         assert second.mode == "incremental"
-        in_parts = by_id(current_verdicts(spark, settings.out, [first.run, second.run]))
-        third = run_audit(spark, access, msgspec.structs.replace(settings, mode="full"))
+        in_parts = rows_in(spark, settings.out)
+        whole = msgspec.structs.replace(settings, out=str(tmp_path / "2"), data_dir=tmp_path / "3")
+        third = run_audit(spark, access, whole)
     assert third.mode == "full"
     for name, count in third.records.items():
         assert first.records[name] + second.records[name] == count, name
-    at_once = by_id(read_verdicts(spark, settings.out, [third.run]))
-    assert differences(in_parts, at_once) == {}
-    found = {name: in_parts[half.id] for name, half in halves.items()}
+    assert differences(in_parts, rows_in(spark, whole.out)) == {}
+    assert halves["keyed"].id not in in_parts  # it may still be decided
+    found = {name: in_parts[half.id] for name, half in halves.items() if name != "keyed"}
     assert "contrary markers" in found["contrary"]["why"]
     assert {name: (row["state"], set(row["findings"])) for name, row in found.items()} == {
         "twice": ("promoted", {"visible_twice", "timestamp_changed"}),
@@ -306,6 +346,5 @@ async def test_on_kafka_a_second_run_finds_what_one_run_finds(
         "open": ("promoted", set()),
         "early": ("promoted", {"out_of_order", "timestamp_changed"}),
         "overtaking": ("promoted", set()),
-        "keyed": ("pending", set()),
         "again": ("void", set()),
     }

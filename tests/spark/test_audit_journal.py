@@ -1,4 +1,4 @@
-"""The audit's journal: what is kept, by whom it may be shared, and which files it refuses."""
+"""The audit's journal: its content, by whom it may be shared, and which files it refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from txbroker.contract.audit import UnreadRecord, decode_news, encode_news
 from txbroker.errors import ConfigurationError
 from txbroker.spark.access import key_of, news_of, publish
 from txbroker.spark.journal import JOURNAL_VERSION, Journal
-from txbroker.spark.schema import KIND_NAMES, BrokenRecord, RunSummary
+from txbroker.spark.schema import KIND_NAMES, Acknowledgement, BrokenRecord, CheckResult, RunSummary
 from txbroker.spark.stream.stored import FindingSink, StreamManifest, StreamProgress
 from txbroker.spark.stream.stream import AuditStream
 
@@ -295,7 +295,7 @@ def test_records_a_stream_skipped_are_published() -> None:
     stream._unread = {}
     stream._sink = cast(FindingSink, SimpleNamespace(progress=StreamProgress(strangers=3)))
     stream._home = StreamManifest(name="n", installation="half", started_ms=5, buckets=1, slot_ms=1)
-    stream._judged_ms = 0
+    stream._judged_ms, stream._figures = 0, None
     reported = decode_news(encode_news(news_of(stream.summary())))
     assert reported.strangers == 3
     assert news_of(summary()).strangers == 0
@@ -339,6 +339,28 @@ def test_set_aside_and_missing_targets_are_published() -> None:
     untold = [drifted(1, drift={"target_missing": 3, "overdue": 1, "unreadable": 4})]
     later = news_of(summary(2), untold).drift
     assert {kind: count for kind, count in later.items() if count} == {"unreadable": 4}
+
+
+def test_acknowledged_findings_are_published_apart() -> None:
+    result = CheckResult("slow", "error", "visible_p99_s", 7.2, 5, False)
+    unknown = CheckResult("few", "error", "volume_min", None, 0.5, None)
+    known = drifted(acknowledged={"lost": 2}, checks=(result, unknown))
+    reported = decode_news(encode_news(news_of(known, [drifted(1, acknowledged={"lost": 2})])))
+    assert (reported.drift["lost"], reported.drift["visible_twice"]) == (0, 1)
+    assert reported.acknowledged == {"lost": 2}
+    assert [(one.name, one.ok) for one in reported.checks] == [("slow", False), ("few", True)]
+
+
+def test_acknowledgements_end(journal: Journal) -> None:
+    assert journal.acknowledged() == []
+    ones = [Acknowledgement("", "g", kind, "ada", "w", 5, 10 * n) for n, kind in enumerate("abc")]
+    journal.acknowledge(ones)
+    assert journal.acknowledged() == ones[1:]
+    assert journal.acknowledged(10) == ones[2:]
+    assert (ones[0].covers("id", "g"), ones[0].covers("id", "h")) == (True, False)
+    assert journal.withdraw("", "h", ()) == 0
+    assert journal.withdraw("", "g", ("b", "x")) == 1
+    assert journal.acknowledged() == ones[2:]
 
 
 def test_batch_and_stream_do_not_replace_one_another() -> None:

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,12 +20,14 @@ from tests.kit.proxies import ProxyProcess
 from tests.kit.topic_reader import read_topics
 from tests.kit.until import until
 from tests.kit.workload import LocalFailure, Recorder, Shop, answering
+from tests.spark.audit_tables import audited, valid
 from tests.spark.planting import Planting, access_to
 from tests.spark.stream_world import StreamWorld, confirmed, judged, reached
 from txbroker.contract.audit import STREAM_KEY, decode_news
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import RequestError
 from txbroker.sdk import Limits, Message, Rollback, TransactionalProducer
+from txbroker.spark.run import AuditSettings
 from txbroker.spark.schema import RunSummary, Terms, TopicNames
 from txbroker.spark.stream.stream import StreamSettings
 
@@ -161,18 +163,17 @@ BETWEEN = 1000
 TERMS = Terms(0, late_after_ms=30_000)
 
 
-class Reader(NamedTuple):
-    spark: SparkSession
-    world: ProxyProcess
-    folder: Path
+class Reader:
+    def __init__(self, spark: SparkSession, world: ProxyProcess, folder: Path) -> None:
+        self.spark, self.world, self.folder = spark, world, folder
 
     def audit(self, mode: str) -> RunSummary:
-        from txbroker.spark.run import AuditSettings, run_audit
-
         prefix, folder = self.world.prefix, self.folder
         names = TopicNames.of(prefix)
         settings = AuditSettings(self.out, folder, names, TERMS, mode)  # type: ignore[arg-type]
-        return run_audit(self.spark, access_to(self.world.bootstrap, prefix), settings)
+        access = access_to(self.world.bootstrap, prefix)
+        self.last = audited(self.spark, access, settings)
+        return self.last.summary
 
     @property
     def out(self) -> str:
@@ -192,12 +193,7 @@ class Reader(NamedTuple):
         return compare(self.spark, self._verdicts(), source, terms)[1]
 
     def _verdicts(self) -> Any:
-        from txbroker.spark.folders import current_verdicts
-        from txbroker.spark.journal import Journal
-        from txbroker.spark.run import JOURNAL_FILE
-
-        runs = [run.run for run in Journal(self.folder / JOURNAL_FILE).runs(1000)]
-        return current_verdicts(self.spark, self.out, runs)
+        return valid(self.spark, self.out, self.last)
 
 
 @pytest.fixture

@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from txbroker.errors import ConfigurationError
+from txbroker.spark.commit import RunNote, note_down, tidy_up
 from txbroker.spark.facts.history import (
     PastRun,
     RemainingRuns,
-    TableCount,
-    TimeSpan,
     joined,
     left_of,
     times_of,
 )
 from txbroker.spark.folders import (
     Folders,
-    current_verdicts,
     exists,
     read_bytes,
     read_verdicts,
@@ -41,9 +39,20 @@ from txbroker.spark.judge.horizon import (
     without_removed,
 )
 from txbroker.spark.judge.rows import ALWAYS, Horizon
-from txbroker.spark.report.summary import AGE_BOUNDS_MS, EXAMPLES_A_KIND, LATENCY_BOUNDS_MS, add_up
-from txbroker.spark.run import RunNote, alone, note_down, tidy_up
-from txbroker.spark.schema import VERDICT, RunSummary, SnapshotBounds, Terms, TopicRead
+from txbroker.spark.lock import alone
+from txbroker.spark.report.summary import AGE_BOUNDS_MS, EXAMPLES_A_KIND, add_up
+from txbroker.spark.schema import (
+    VERDICT,
+    RunSummary,
+    SnapshotBounds,
+    TableCount,
+    Terms,
+    TimeSpan,
+    TopicRead,
+)
+from txbroker.spark.tables.current import current_verdicts
+from txbroker.spark.tables.layout import TRANSACTIONS
+from txbroker.spark.tables.store import open_store
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -57,7 +66,7 @@ DAY = datetime.date(2023, 11, 14)
 
 def test_second_audit_of_a_data_folder_names_the_holder(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from txbroker.spark.run import alone\n"
+        "import sys, pathlib; from txbroker.spark.lock import alone\n"
         f"with alone(pathlib.Path({str(tmp_path)!r})): print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -109,7 +118,7 @@ def test_counted_run_that_died_before_cleanup_is_cleaned_up(
     note_down(tmp_path, RunNote("new", out, (Folders(out).carry("old"),)))
     assert tidy_up(spark, tmp_path, journal) == ""
     assert all(exists(spark, folder) for folder in Folders(out).all_of("new"))
-    assert exists(spark, Folders(out).verdicts("old"))
+    assert exists(spark, Folders(out).facts("old"))
     assert not exists(spark, Folders(out).carry("old"))
 
 
@@ -162,29 +171,25 @@ def table(spark: SparkSession, *rows: dict[str, Any]) -> DataFrame:
 
 def test_newest_verdict_counts_unless_it_is_gone(spark: SparkSession, tmp_path: Path) -> None:
     folders = Folders(str(tmp_path / "out"))
-    runs: dict[str, list[dict[str, Any]]] = {
-        "1": [verdict("a", "pending"), verdict("b"), verdict("c", "pending"), verdict("d")],
-        "2": [verdict("a"), verdict("b", "visible_twice"), verdict("c", "gone")],
-        "3": [verdict("b", "gone"), verdict("e", day=None)],
-        "4": [],
-    }
-    for run, rows in runs.items():
-        write_verdicts(table(spark, *rows), folders, run, days=1 if run == "1" else 30)
-    assert (tmp_path / "out/verdicts/run=2/day=2023-11-14/verdict=visible_twice").is_dir()
-    found = current_verdicts(spark, folders.out, [*runs, "gone-by"])
-    assert found.columns == spark.createDataFrame([], VERDICT).columns
-    assert {row["id"]: (row["run"], row["verdict"]) for row in found.collect()} == {
-        "a": ("2", "settled"),
-        "b": ("2", "visible_twice"),
-        "c": ("2", "gone"),
-        "d": ("1", "settled"),
-        "e": ("3", "settled"),
-    }
-    rows = read_verdicts(spark, folders.out, ["3"]).collect()
-    assert [(row["id"], row["day"], row["findings"]) for row in rows if row["id"] == "b"] == [
-        ("b", DAY, [])
+    store = open_store(spark, folders.out, "shop")
+    earlier = {"a": "gone", "b": "settled", "c": "settled", "d": "settled", "old": "settled"}
+    made = [
+        {"id": id, "day": DAY, "verdict": word, "run": "0" if id == "old" else "1"}
+        for id, word in earlier.items()
     ]
-    assert read_verdicts(spark, folders.out, []).count() == 0
+    store.stage("1", TRANSACTIONS, spark.createDataFrame(made, TRANSACTIONS.ddl))
+    store.apply("1")
+    newest = [verdict("a"), verdict("b", "visible_twice"), verdict("c", "gone"), verdict("e")]
+    write_verdicts(table(spark, *newest), folders, "2")
+    assert (tmp_path / "out/verdicts/run=2/verdict=visible_twice").is_dir()
+    written = read_verdicts(spark, folders, "2")
+    assert written.columns == spark.createDataFrame([], VERDICT).columns
+    assert {(row["run"], row["day"], *row["findings"]) for row in written.collect()} == {("2", DAY)}
+    found = current_verdicts(store, written, "1").collect()
+    assert sorted((row["id"], row["verdict"]) for row in found) == [
+        ("a", "settled"), ("b", "visible_twice"), ("c", "settled"), ("d", "settled"),
+        ("e", "settled"),
+    ]  # fmt: skip
 
 
 # --- what a run says ---------------------------------------------------------------------------
@@ -210,19 +215,16 @@ def test_a_run_adds_up_its_verdicts(spark: SparkSession) -> None:
     assert len(tally.examples[0].why) == 500
     assert tally.pending_age.counts[AGE_BOUNDS_MS.index(1000)] == 1
     assert sum(tally.pending_age.counts) == 1
-    decide = {each.label: sum(each.counts) for each in tally.decide_latency}
-    assert decide == {"topic:t": 17, "topic:u": 1, "group:g": 15, "group:h": 1}
-    visible = {each.label: each for each in tally.visible_latency}
-    assert set(visible) == {"topic:t", "group:g"}
-    assert visible["topic:t"].counts[LATENCY_BOUNDS_MS.index(500)] == 15
-    assert len(visible["topic:t"].counts) == len(LATENCY_BOUNDS_MS) + 1
+    assert tally.oldest_undecided_ms == 1000
 
 
 def test_values_beyond_the_last_bound_are_counted_too(spark: SparkSession) -> None:
-    old = verdict("a", prepared_at_ms=NOW_MS - 10 * LATENCY_BOUNDS_MS[-1])
-    tally = add_up(table(spark, old, verdict("b", decided_at_ms=NOW_MS - 2000)), NOW_MS)
-    (topic, _) = tally.decide_latency
-    assert (topic.counts[0], topic.counts[-1], sum(topic.counts)) == (1, 1, 2)
+    pending = {"state": "pending", "decided_at_ms": None, "visible_at_ms": None}
+    old = verdict("a", prepared_at_ms=NOW_MS - 10 * AGE_BOUNDS_MS[-1], **pending)
+    tally = add_up(table(spark, old, verdict("b", **pending)), NOW_MS)
+    ages = tally.pending_age.counts
+    assert (ages[-1], sum(ages), len(ages)) == (1, 2, len(AGE_BOUNDS_MS) + 1)
+    assert tally.oldest_undecided_ms == 10 * AGE_BOUNDS_MS[-1]
 
 
 # --- spans and gaps ----------------------------------------------------------------------------
@@ -293,7 +295,7 @@ def test_nothing_before_a_removed_run_is_looked_up() -> None:
     runs = tuple(PastRun(str(n), n * 10, n * 10 + 5, ()) for n in range(4))
     assert left_of(runs, {"0", "1", "2", "3"}) == RemainingRuns(runs, None)
     assert left_of(runs, {"2", "3"}) == RemainingRuns(runs[2:], 15)
-    # Not the oldest first: what is left of older runs is no whole story.
+    # Not the oldest first: the rest of older runs is incomplete.
     assert left_of(runs, {"0", "1", "3"}) == RemainingRuns(runs[3:], 25)
     assert left_of(runs, set()) == RemainingRuns((), 35)
     assert left_of((PastRun("0", None, None, ()),), set()) == RemainingRuns((), None)

@@ -370,3 +370,19 @@ def test_stream_restarted_too_late_names_the_next_step(output: str) -> None:
         raise StreamingQueryException(output)
     with pytest.raises(StreamingQueryException, match="a disk"), gaps_in_words():
         raise StreamingQueryException("a disk is full")
+
+
+def test_jars_are_resolved_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    conf = {"spark.jars.packages": "a:b:1", "spark.jars": "/own.jar"}
+    assert session.known_jars(conf) == {}
+    jar = session.ivy_dir() / "jars" / "a_b-1.jar"
+    jar.parent.mkdir(parents=True)
+    jar.touch()
+    session.note_jars(conf, f"file:///own.jar,{jar.as_uri()}")
+    assert session.known_jars(conf) == {
+        "spark.jars": f"/own.jar,{jar}", "spark.jars.packages": ""
+    }  # fmt: skip
+    assert session.known_jars(conf | {"spark.jars.packages": "a:b:2"}) == {}
+    jar.unlink()
+    assert session.known_jars(conf) == {}

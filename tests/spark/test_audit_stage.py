@@ -37,12 +37,11 @@ from txbroker.kafka.protocol.batch import (
 from txbroker.kafka.protocol.codecs import Unreadable
 from txbroker.kafka.tools import audit_access
 from txbroker.spark.access import AuditError, AuditKafka, TopicEnds
-from txbroker.spark.schema import Terms, TopicRead
+from txbroker.spark.schema import Extract, Terms, TopicRead
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from txbroker.spark.facts.extract import Extract
 
 TERMS = Terms(now_ms=0)
 _COMMITTER = "mapreduce.fileoutputcommitter.algorithm.version"
@@ -55,7 +54,7 @@ class Watched(AuditKafka):
         self._before = before
 
     def ends(self, topics: Iterable[str]) -> dict[str, TopicEnds]:
-        """Ask as ever, after doing what is to be done before this question."""
+        """Ask as ever, after the work that precedes this question."""
         names = tuple(topics)
         self._before(len(self.asked))
         self.asked.append(names)

@@ -13,9 +13,10 @@ import pytest
 
 from tests.kit.topic_reader import create_topic, read_topics
 from tests.spark.planted_cases import plant_all
-from tests.spark.planting import FAR_MS, Planting, write_stamped
+from tests.spark.planting import FAR_MS, Planting, now_by, partition_of, write_stamped
 from tests.spark.stream_world import TERMS, StreamWorld, confirmed, judged, reached
 from txbroker.contract.audit import decode_news
+from txbroker.core.records import Half
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import KafkaUnavailable, TxbrokerError
 from txbroker.kafka.tools.audit_results import KafkaDrift
@@ -68,6 +69,9 @@ def expected(planting: Planting) -> set[tuple[str, str]]:
     return found | young
 
 
+OVER = {"promoted", "rolled_back", "void", "gone"}
+
+
 async def broken_off(stream: Any) -> None:
     with pytest.raises(TxbrokerError, match="power cut"):
         await asyncio.to_thread(stream.wait, 200)
@@ -79,6 +83,8 @@ class Followed(NamedTuple):
     planting: Planting
     world: StreamWorld
     stream: AuditStream
+    slow: Half
+    """A transaction that was late and became visible."""
 
 
 async def followed(
@@ -110,21 +116,30 @@ async def followed(
             planting.promote(half, at_ms)
             await planting.turn()
             planting.expect(half.id, "visible again", "promoted", "visible_twice")
-            gone = await planting.prepare()
+            gone, slow = [await planting.prepare() for _ in range(2)]
             await planting.commit(gone)
             planting.expect(gone.id, "committed, not visible", "committed", "late")
+            at_ms = await planting.commit(slow)
+            planting.expect(slow.id, "visible late", "promoted")
+            late = {(each.id, "late") for each in (gone, slow)}
             await reached(stream, lambda: stream.summary().drift.get("late", 0) >= 10)
+            while not late <= await world.kinds():
+                await confirmed(stream)
+            planting.promote(slow, at_ms)
+            await planting.turn()
             await confirmed(stream)
         finally:
             await asyncio.to_thread(stream.stop)
-        return Followed(planting, world, stream)
+        return Followed(planting, world, stream, slow)
 
 
 @pytest.mark.timeout(600)
 async def test_planted_findings_are_reported_once_after_any_crash(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planting, world, stream = await followed(spark, kafka, tmp_path, Power(monkeypatch), ("after",))
+    planting, world, stream, slow = await followed(
+        spark, kafka, tmp_path, Power(monkeypatch), ("after",)
+    )
     found = await world.kinds()
     unread = {each for each in found if each[1] == "unreadable"}
     assert len(unread) == planting.own_broken.total() == stream.summary().drift["unreadable"]
@@ -138,8 +153,24 @@ async def test_planted_findings_are_reported_once_after_any_crash(
     assert {each.topic for each in summary.set_aside if each.own} == planting.own_broken.keys()
     assert {each.own for each in summary.set_aside} == {True, False}
     records = await asyncio.to_thread(read_topics, world.bootstrap, [world.names.audit])
-    news = [record for record in records if record.key == b"stream"]
-    assert decode_news(news[-1].value or b"").mode == "stream"
+    news = [decode_news(each.value or b"") for each in records if each.key == b"stream"]
+    assert news[-1].mode == "stream"
+    assert news[-1].stream is not None
+    # The newest batch has read all, and its changes are stored.
+    assert news[-1].stream.unread == 0
+    assert news[-1].stream.open == sum(
+        number for state, number in summary.states.items() if state not in OVER
+    )
+    assert news[-1].stream.state_bytes > 0
+    late, healed = [each for each in await world.reported() if each["event"] == f"{slow.id}:late"]
+    assert (late["state"], healed["state"]) == ("opened", "healed")
+    assert late["first_seen"] == healed["first_seen"] <= healed["last_seen"] <= healed["at"]
+    assert late["severity"] == "warning"
+    assert late["why"] == healed["why"]
+    place = {"topic": world.names.op, "partition": partition_of(slow)}
+    for name, value in {**place, "installation": planting.prefix, "v": 2}.items():
+        assert late[name] == healed[name] == value
+    assert late["source"] == healed["source"] == summary.run
 
 
 @pytest.mark.long
@@ -147,7 +178,7 @@ async def test_planted_findings_are_reported_once_after_any_crash(
 async def test_a_batch_over_the_same_topics_comes_to_the_same(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planting, world, stream = await followed(
+    planting, world, stream, _ = await followed(
         spark, kafka, tmp_path, Power(monkeypatch), ("after", "before")
     )
     found = {each for each in await world.kinds() if each[1] != "unreadable"}
@@ -156,6 +187,55 @@ async def test_a_batch_over_the_same_topics_comes_to_the_same(
     assert named(found ^ comparable, planting) == []
     assert stream.summary().states == batch.summary.states
     assert stream.summary().drift["unreadable"] == batch.summary.drift["unreadable"]
+
+
+@pytest.mark.timeout(400)
+async def test_a_stream_since_a_time_skips_earlier_transactions(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The history is seconds old.
+    monkeypatch.setattr("txbroker.spark.stream.stream._CLOCKS_APART_MS", 0)
+    async with Planting(kafka.bootstrap) as planting:
+        await plant_all(planting)
+        waiting, back, twice = [await planting.prepare() for _ in range(3)]
+        since_ms = max([await now_by(planting, half) for half in (waiting, back)]) + 1
+        await until_past(planting, waiting, since_ms)
+        # Prepared before, decided after: without its half message only one shows a fault.
+        planting.promote(waiting, await planting.commit(waiting))
+        planting.promote(back, await planting.roll_back(back))
+        at_ms = await planting.commit(twice)
+        for _ in range(2):
+            planting.promote(twice, at_ms)
+            await planting.turn()
+        # A record that is older by its timestamp than the stream begins.
+        stamped = await planting.prepare(planting.message(timestamp_ms=1_700_000_000_000))
+        planting.promote(stamped, await planting.commit(stamped))
+        await planting.turn()
+        good, hidden, shown = [await planting.prepare() for _ in range(3)]
+        planting.promote(good, await planting.commit(good))
+        await planting.commit(hidden)
+        planting.promote(shown, await planting.roll_back(shown))
+        await planting.turn()
+        world = StreamWorld(spark, kafka.bootstrap, planting.prefix, tmp_path)
+        stream = await world.start(since_ms=since_ms)
+        try:
+            await judged(stream, time.time() * 1000 + TERMS.dedup_window_ms)
+            await confirmed(stream)
+        finally:
+            await asyncio.to_thread(stream.stop)
+        assert await world.kinds() == {
+            (twice.id, "visible_twice"),
+            (hidden.id, "late"),
+            (shown.id, "rolled_back_visible"),
+        }
+        summary = stream.summary()
+        assert summary.transactions == 7
+        assert summary.strangers == 0
+
+
+async def until_past(planting: Planting, half: Half, at_ms: int) -> None:
+    while await now_by(planting, half) <= at_ms:
+        await asyncio.sleep(0.001)
 
 
 def named(found: set[tuple[str, str]], planting: Planting) -> list[str]:

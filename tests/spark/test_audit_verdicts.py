@@ -7,19 +7,26 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from tests.kit.topic_reader import read_topics
 from tests.spark.audit_process import REPORT, Commanded, drift_of, summary_of
+from tests.spark.audit_tables import Audited, rows_in
+from tests.spark.audit_tables import audited as audited_once
+from tests.spark.conftest import KNOWN
 from tests.spark.fact_world import tables_held
 from tests.spark.planted_cases import Planted, plant_clean
 from tests.spark.planting import Expected, Planting, access_to
 from txbroker.contract.audit import BATCH_KEY, BATCH_TICK_KEY, decode_news
+from txbroker.contract.drift import DriftEvent
 from txbroker.embedded import EmbeddedKafka
 from txbroker.spark.journal import JOURNAL_FILE, Journal
-from txbroker.spark.schema import KIND_NAMES, RunSummary, Terms
+from txbroker.spark.run import AuditSettings
+from txbroker.spark.schema import ALL_KINDS, KIND_NAMES, Terms
+from txbroker.spark.tables.layout import DRIFT
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -28,31 +35,23 @@ NO_ID = "no id at all"
 """What a foreign record has in place of an id."""
 
 
-class Audited(NamedTuple):
-    summary: RunSummary
-    rows: Mapping[str, Any]
-
-
 def audit(spark: SparkSession, planting: Planting, terms: Terms, folder: Path) -> Audited:
     """Audit everything from the start of the logs; no id has two rows."""
-    from txbroker.spark.folders import read_verdicts
-    from txbroker.spark.run import AuditSettings, run_audit
-
     settings = AuditSettings(str(folder / "out"), folder, planting.names, terms, "full")
     held = tables_held(spark)
-    summary = run_audit(spark, access_to(planting.bootstrap, planting.prefix), settings)
+    found = audited_once(spark, access_to(planting.bootstrap, planting.prefix), settings)
     assert tables_held(spark) <= held
-    rows = read_verdicts(spark, settings.out, (summary.run,)).collect()
-    by_id = {row["id"]: row for row in rows}
-    assert len(by_id) == len(rows)
-    return Audited(summary, by_id)
+    return found
 
 
 @pytest.fixture(scope="module")
-def audited(
-    spark: SparkSession, planted: Planted, tmp_path_factory: pytest.TempPathFactory
-) -> Audited:
-    return audit(spark, *planted, tmp_path_factory.mktemp("audit"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("audit")
+
+
+@pytest.fixture(scope="module")
+def audited(spark: SparkSession, planted: Planted, folder: Path) -> Audited:
+    return audit(spark, *planted, folder)
 
 
 def differences(expected: Iterable[Expected], found: Mapping[str, Any]) -> list[str]:
@@ -83,6 +82,22 @@ def test_planted_drift_is_found_exactly(planted: Planted, audited: Audited) -> N
     strangers = audited.rows.keys() - expected.keys() - {NO_ID}
     assert not strangers
     assert NO_ID not in audited.rows or not audited.rows[NO_ID]["findings"]
+
+
+def test_tables_hold_all_that_was_planted(
+    spark: SparkSession, planted: Planted, audited: Audited, folder: Path
+) -> None:
+    expected, out = planted.planting.expected.values(), str(folder / "out")
+    ended = rows_in(spark, out)
+    carried = {id for id, row in audited.rows.items() if row["carry"]}
+    assert ended.keys() == audited.rows.keys() - carried
+    assert not differences([each for each in expected if each.id not in carried], ended)
+    open_now = {key: row["severity"] for key, row in rows_in(spark, out, DRIFT).items()}
+    severities = {kind.name: kind.severity for kind in ALL_KINDS}
+    found = {(each.id, kind): severities[kind] for each in expected for kind in each.findings}
+    unreadable = {key for key in open_now if key[1] == "unreadable"}
+    assert {key: open_now[key] for key in open_now.keys() - unreadable} == found
+    assert len(unreadable) == planted.planting.own_broken.total()
 
 
 def test_a_rows_verdict_is_its_gravest_finding(planted: Planted, audited: Audited) -> None:
@@ -122,16 +137,37 @@ def test_command_publishes_its_result(planted: Planted, commanded: Commanded) ->
     assert ended.err.splitlines()[-1].startswith(f"Run {summary.run} (full): ")
     assert "Drift! Rolled back but visible: " in ended.err
     assert len(ended.err.splitlines()) == 2  # and where the report is
-    assert (folder / REPORT).read_text().startswith("<!doctype html>")
+    assert summary.acknowledged == {KNOWN: 1}
+    assert "Failed checks: parked (warning), " in ended.err
+    results = {check.name: (check.ok, check.of != "") for check in summary.checks}
+    assert results == {"slow": (True, True), "parked": (False, False), "fresh": (None, False)}
+    page = (folder / REPORT).read_text()
+    assert page.startswith("<!doctype html>")
+    assert "1 more finding is acknowledged." in page
+    assert "Latency by group" in page
     assert Journal(folder / JOURNAL_FILE).last() == summary
     assert Journal(folder / JOURNAL_FILE).unpublished() == []
     assert not list(folder.glob("txbroker-spark-*"))
     assert not (folder / "artifacts").exists()  # Spark's own
     reported = read_topics(planting.bootstrap, [planting.names.audit])
-    assert [record.key for record in reported] == [BATCH_TICK_KEY.encode(), BATCH_KEY.encode()]
+    keys = (BATCH_TICK_KEY, BATCH_KEY, "batch-events")
+    assert [record.key for record in reported] == [key.encode() for key in keys]
     news = decode_news(reported[1].value or b"")
     assert (news.run, news.transactions) == (summary.run, summary.transactions)
-    assert {kind: count for kind, count in news.drift.items() if count} == summary.drift
+    assert {kind: count for kind, count in news.drift.items() if count} == summary.open_drift
+    assert news.acknowledged == {KNOWN: 1}
+    assert [check.name for check in news.checks if not check.ok] == ["parked"]
+    records = read_topics(planting.bootstrap, [planting.names.drift])
+    events = [msgspec.json.decode(record.value or b"", type=DriftEvent) for record in records]
+    opened = [event for event in events if event.state == "opened"]
+    assert Counter(event.kind for event in opened) == summary.drift
+    assert len({event.event for event in opened}) == len(opened)
+    (known,) = (event for event in events if event.state != "opened")
+    assert (known.state, known.kind, known.by) == ("acknowledged", KNOWN, "ada")
+    assert {event.source for event in events} == {summary.run}
+    assert all(event.why for event in events)
+    nowhere = {event.kind for event in events if event.topic is None}
+    assert nowhere <= {"half_incomplete", "marker_without_half"}
 
 
 @pytest.mark.timeout(600)

@@ -1,0 +1,115 @@
+"""Audits that are killed in every phase, and repeated."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.spark.fact_world import World
+from tests.spark.test_audit_incremental import COMPARED, Installation, differences
+from txbroker.spark import commit, run
+from txbroker.spark.journal import Journal
+from txbroker.spark.tables.layout import RUNS, TABLES
+from txbroker.spark.tables.parquet import ParquetTables
+from txbroker.spark.tables.store import TableStore, open_store
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+class Killed(BaseException):
+    """The process was killed."""
+
+
+class Death:
+    """Kills an audit when it reaches a point; a dead one cleans up nothing.
+
+    Attributes:
+        point: where; empty: nowhere.
+        reached: the points so far.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.point = ""
+        self.reached: list[str] = []
+        after: dict[Any, tuple[str, Callable[..., str]]] = {
+            TableStore: ("stage", lambda self, run, table, *rest: f"staged {table.name}"),
+            ParquetTables: ("apply", lambda self, staged, table: f"applied {table.name}"),
+            Journal: ("add", lambda self, summary: "recorded"),
+        }
+        for owner, (name, label) in after.items():
+            monkeypatch.setattr(owner, name, self._then(getattr(owner, name), label))
+        remove, tidy_up = commit.remove, run.tidy_up
+
+        def removing(spark: SparkSession, path: str) -> None:
+            self.at(f"removing {Path(path).parent.name}")
+            remove(spark, path)
+
+        def tidying(*given: Any) -> str:
+            if self.reached and self.reached[-1] == self.point:
+                raise Killed
+            return tidy_up(*given)
+
+        monkeypatch.setattr(commit, "remove", removing)
+        monkeypatch.setattr(run, "tidy_up", tidying)
+
+    def _then(self, call: Callable[..., Any], label: Callable[..., str]) -> Callable[..., Any]:
+        def called(*given: Any) -> Any:
+            result = call(*given)
+            self.at(label(*given))
+            return result
+
+        return called
+
+    def at(self, point: str) -> None:
+        self.reached.append(point)
+        if point == self.point:
+            raise Killed
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_killed_and_repeated_audits_leave_the_tables_of_one_that_was_not(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(7)
+    world.live(120)
+    (moment,) = world.moments(1)
+    world.prepare()
+    first = Installation(spark, world, tmp_path / "first", monkeypatch)
+    first.audit(moment)
+    death = Death(monkeypatch)
+
+    def go_on(name: str) -> Installation:
+        shutil.copytree(tmp_path / "first", tmp_path / name)
+        runs = Installation(spark, world, tmp_path / name, monkeypatch)
+        runs.on_stage = death.at
+        return runs
+
+    whole = go_on("whole")
+    whole.audit(world.end())
+    points = list(dict.fromkeys(death.reached))
+    assert {f"staged {table.name}" for table in TABLES} <= set(points)
+    assert {f"applied {table.name}" for table in TABLES} <= set(points)
+    assert {"reading the topics", "judging", "recorded", "removing carry"} <= set(points)
+    recorded = points.index("recorded")
+    for number, point in enumerate(points):
+        runs, death.point, death.reached = go_on(f"{number}"), point, []
+        with pytest.raises(Killed):
+            runs.audit(world.end())
+        death.point = ""
+        runs.audit(world.end())
+        for table in COMPARED:
+            found = differences(runs.rows(table), whole.rows(table))
+            assert found == {}, f"{point}: {table.name}"
+        last = Journal(runs.settings.journal).last()
+        assert last is not None
+        assert runs.kept("carry") == [last.run]
+        assert runs.kept("verdicts") == runs.kept("staged") == []
+        runs_made = open_store(spark, runs.settings.out).read(RUNS).count()
+        assert runs_made == (3 if number >= recorded else 2), point
+        shutil.rmtree(runs.folder)
