@@ -566,9 +566,7 @@ def test_load_of_the_stream_is_shown_until_its_record_is_deleted(
             if name.startswith("audit_stream_")
         }
 
-    figures = StreamFigures(
-        unread=7, open=3, ended=5, state_bytes=100, batch_ms=1500
-    )
+    figures = StreamFigures(unread=7, open=3, ended=5, state_bytes=100, batch_ms=1500)
     result = encode_news(msgspec.structs.replace(decode_news(news()), stream=figures))
     assert decode_news(result).stream == figures
     audit.changed("batch", news(5000))
