@@ -54,22 +54,35 @@ class Journal:
             _table(db, "runs").insert(_row(summary), replace=True)
             _table(db, "drift").insert_all(_drift_rows(summary))
             _table(db, "examples").insert_all(_example_rows(summary))
-            if summary.mode != "stream":  # a stream publishes its results itself
+            if summary.continues:  # a stream publishes its results itself
                 _table(db, "untold").insert({"run": summary.run}, replace=True)
+            if summary.changed_findings:
+                _table(db, "unwritten").insert({"run": summary.run}, replace=True)
             db.conn.commit()
 
     def unpublished(self) -> list[RunSummary]:
-        """Return the batch runs that were not published yet and found drift, or changed the life of
-        a finding; the oldest first."""
-        some = "(drift > 0 or json_extract(summary, '$.changed_findings') > 0)"
-        which = f"where {some} and run in (select run from untold) order by run"
+        """Return the batch runs with drift that were not published yet, the oldest first."""
+        which = "where drift > 0 and run in (select run from untold) order by run"
         return self._select(which, needs="untold")
 
-    def mark_published(self, run: str, *, alone: bool = False) -> None:
-        """Note that a run was published, and all runs before it unless `alone`."""
+    def mark_published(self, run: str) -> None:
+        """Note that a run, and all before it, were published to the proxies."""
+        self._remove("untold", run)
+
+    def unwritten(self) -> list[RunSummary]:
+        """Return the runs that changed findings and whose events are not in the drift topic yet,
+        the oldest first."""
+        which = "where run in (select run from unwritten) order by run"
+        return self._select(which, needs="unwritten")
+
+    def mark_written(self, run: str) -> None:
+        """Note that the events of a run, and of all before it, are in the drift topic."""
+        self._remove("unwritten", run)
+
+    def _remove(self, table: str, run: str) -> None:
         with self._opened() as db:
-            if "untold" in db.table_names():
-                db.execute(f"delete from untold where run {'=' if alone else '<='} ?", [run])
+            if table in db.table_names():
+                db.execute(f"delete from {table} where run <= ?", [run])
                 db.conn.commit()
 
     def last(self) -> RunSummary | None:
@@ -194,9 +207,10 @@ class Journal:
             )
 
     def _make_tables(self, db: sqlite_utils.Database) -> None:
-        if "untold" not in db.table_names():
-            # Runs from an earlier txbroker count as published.
-            _table(db, "untold").create({"run": str}, pk="run")
+        for name in ("untold", "unwritten"):
+            if name not in db.table_names():
+                # Runs from an earlier txbroker count as published.
+                _table(db, name).create({"run": str}, pk="run")
         if "acknowledged" not in db.table_names():
             columns = Acknowledgement.__annotations__
             _table(db, "acknowledged").create(columns, pk=("id", "grp", "kind"))

@@ -64,7 +64,7 @@ from txbroker.spark.schema import (
 from txbroker.spark.session import RunCost, in_words, spread
 from txbroker.spark.tables.current import current_verdicts, held_rows
 from txbroker.spark.tables.judged import JudgedRun
-from txbroker.spark.tables.store import open_store
+from txbroker.spark.tables.store import TableStore, open_store
 
 
 class AuditSettings(Struct, frozen=True):
@@ -159,9 +159,7 @@ class _Audit:
     def run(self) -> RunSummary:
         self._began_s = time.monotonic()
         settings = self._settings
-        self._store = open_store(
-            self._spark, settings.out, settings.names.prefix, settings.table_format
-        )
+        self._store = self._opened()
         self._last, newest = self._journal.last(), self._journal.newest()
         self._started_ms = round(time.time() * 1000)
         if newest is not None:
@@ -183,6 +181,11 @@ class _Audit:
             for table in self._cached:
                 table.unpersist()
 
+    def _opened(self) -> TableStore:
+        settings = self._settings
+        prefix = settings.names.prefix
+        return open_store(self._spark, settings.out, prefix, settings.table_format)
+
     def _before(self) -> CarriedState | None:
         """Return the state that this run continues, or judges again; None: it reads the topics from
         their beginnings."""
@@ -196,13 +199,15 @@ class _Audit:
             )
         if last is None:
             return None
+        chain = read_chain(self._spark, self._folders, last.run)
+        if chain is not None:
+            check_goes_on(chain, self._settings.names)
         if before is None:
             self._on_notice(
                 "An earlier version of txbroker wrote the state that the last run left: this run "
                 "reads all topics from their beginnings."
             )
             return None
-        check_goes_on(before.chain, self._settings.names)
         check_window(last.terms, self._settings.terms)
         return before
 
@@ -305,12 +310,15 @@ class _Audit:
         current = partial(current_verdicts, self._store, written, since)
         # From the first read of the tables on, so that none of their files is removed meanwhile.
         with settled(self._settings.data_dir, self._store, self._journal):
+            self._store = self._opened()  # expiry may have removed rows since the run began
             missing = self._missing(current, cut)
             known_ms = max(*horizon.half_begin_ms.values(), self._store.expired_ms, 0)
             business, compared = self._compared(current, known_ms, len(cut.half.ends))
             summary = with_topics_and_business(summary, missing, business, compared)
             self._on_stage("writing the tables")
-            ended = scope.ended if mode == "incremental" else written.select("id")
+            # A run of a part may have written rows of any transaction that this one has judged.
+            alone = mode == "incremental" and self._known is not None
+            ended = scope.ended if alone else written.select("id")
             judged = JudgedRun(
                 summary=summary,
                 names=self._settings.names,
@@ -320,6 +328,7 @@ class _Audit:
                 held=held_rows(self._store, ended, self._kept),
                 keep=self._kept,
                 before=self._known,
+                last=self._last,
                 broken=staged.broken,
                 missing=missing,
                 business=business,

@@ -1,7 +1,7 @@
 """Runs `txbroker audit run`: one audit, or one of each of several installations."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -11,7 +11,7 @@ from txbroker.cli.audit.run import journal_of, names_of, output_folder, started,
 from txbroker.cli.run import CommandFailed, usage_errors
 from txbroker.config.settings import Settings
 from txbroker.errors import TxbrokerError
-from txbroker.spark.session import SparkSettings
+from txbroker.spark.session import SparkSettings, in_words
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -79,33 +79,44 @@ def installations(settings: Settings, names: Sequence[str]) -> list[Settings]:
 
 
 def run_all(
-    each: Sequence[Settings], spark: SparkSettings, request: AuditRequest
+    each: Sequence[Settings], spark: SparkSettings, request: AuditRequest, *, several: bool
 ) -> Iterator["AuditResult"]:
     """Audit installations one after the other, and yield their results.
 
     An installation that cannot be audited does not keep the others from it: its error is raised
-    after the others' results.
+    after the others' results. `several`: each has a subfolder of `--out`, and a report, with its
+    name.
     """
     from txbroker.spark.lock import alone
 
+    failures: list[str] = []
+
+    @contextmanager
+    def noted(settings: Settings) -> Iterator[None]:
+        try:
+            yield
+        except TxbrokerError as error:
+            if not several:
+                raise
+            failures.append(f"installation {settings.topic_prefix}: {error}")
+
     with ExitStack() as stack:
+        accepted = []
         for settings in each:  # all that can be refused before Spark starts
-            _check(settings, request, len(each) > 1)
-            stack.enter_context(alone(settings.data_dir))
-            journal_of(settings).last()
-        session, bar = stack.enter_context(started(spark))
-        failures = []
-        for settings in each:
-            if len(each) > 1:
+            with noted(settings):
+                _check(settings, request, several)
+                stack.enter_context(alone(settings.data_dir))
+                journal_of(settings).last()
+                accepted.append(settings)
+        if accepted:
+            session, bar = stack.enter_context(started(spark))
+        for settings in accepted:
+            if several:
                 _notice(f"Installation {settings.topic_prefix}:")
-            try:
-                yield _run(session, bar.stage, settings, request, len(each) > 1)
-            except TxbrokerError as error:
-                if len(each) == 1:
-                    raise
-                failures.append(f"installation {settings.topic_prefix}: {error}")
-        if failures:
-            raise CommandFailed("; ".join(failures))
+            with noted(settings), in_words(None):
+                yield _run(session, bar.stage, settings, request, several)
+    if failures:
+        raise CommandFailed("; ".join(failures))
 
 
 def _check(settings: Settings, request: AuditRequest, several: bool) -> None:

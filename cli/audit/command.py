@@ -231,7 +231,7 @@ def run_command(
         ages_ms, mode, part, business, thresholds, out, table_format, report
     )
     fails = False
-    for result in batch.run_all(each, spark, request):
+    for result in batch.run_all(each, spark, request, several=bool(installations)):
         show_result(result.summary, output, result.acknowledged, result.unpublished)
         fails |= result.fails
     if fails:

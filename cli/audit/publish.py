@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from txbroker.spark import access
 from txbroker.spark.checks import fails
 from txbroker.spark.folders import Folders, read_broken
 from txbroker.spark.journal import Journal
+from txbroker.spark.lock import tables_locked
 from txbroker.spark.report.report import SET_ASIDE_SHOWN, write_report
 from txbroker.spark.report.summary import set_aside
 from txbroker.spark.report.tables import report_tables
@@ -47,30 +49,57 @@ def publish_run(
     journal: Journal,
     out: str,
 ) -> Sequence[RunSummary]:
-    """Publish a run in the drift topic, and to the proxies if it judged all transactions, with
-    earlier ones that ended before that; return those of them with drift."""
+    """Publish a run to the proxies if it judged all transactions, with earlier ones that ended
+    before that, and changes of findings in the drift topic; return the earlier ones with drift.
+
+    A failure is reported: the run counts, and the next one publishes it.
+    """
+    kafka = KafkaSettings.from_configuration(settings)
+    earlier = _publish(kafka, summary, journal) if summary.continues else ()
+    try:
+        _write_events(session, settings, kafka, journal, out)
+    except TxbrokerError as error:
+        click.echo(
+            f"Changes of findings were not written to {kafka.drift_topic}; the next run will do "
+            f"it: {error}",
+            err=True,
+        )
+    return earlier
+
+
+def _publish(kafka: KafkaSettings, summary: RunSummary, journal: Journal) -> Sequence[RunSummary]:
     earlier: list[RunSummary] | None = None
     try:
-        earlier = [run for run in journal.unpublished() if run.run < summary.run]
+        unpublished = [run for run in journal.unpublished() if run.run < summary.run]
+        earlier = [run for run in unpublished if run.open_drift]
     except TxbrokerError as error:
         click.echo(f"Unpublished earlier runs cannot be read: {error}", err=True)
-    with_drift = [run for run in earlier or () if run.open_drift and run.continues]
-    changed = [run for run in (*(earlier or ()), summary) if run.changed_findings]
-    kafka = KafkaSettings.from_configuration(settings)
     try:
-        if summary.continues:
-            asyncio.run(access.publish(kafka, summary, with_drift))
-        if changed:
-            asyncio.run(write_events(kafka, open_store(session, out).read(DRIFT), changed))
+        asyncio.run(access.publish(kafka, summary, earlier or ()))
         if earlier is not None:  # else the next run publishes those that this one missed
-            journal.mark_published(summary.run, alone=not summary.continues)
+            journal.mark_published(summary.run)
     except TxbrokerError as error:
-        # The run still counts, and its result is shown.
         click.echo(
             f"The result was not published to the proxies; the next run will do it: {error}",
             err=True,
         )
-    return with_drift if summary.continues else ()
+    return earlier or ()
+
+
+def _write_events(
+    session: SparkSession, settings: Settings, kafka: KafkaSettings, journal: Journal, out: str
+) -> None:
+    runs = journal.unwritten()
+    if not runs:
+        return
+    # Compaction would show rows twice for a moment.
+    with tables_locked(settings.data_dir):
+        store = open_store(session, out)
+        waiting = set(store.staged_runs())
+        runs = list(takewhile(lambda run: run.run not in waiting, runs))
+        if runs:
+            asyncio.run(write_events(kafka, store.read(DRIFT), runs))
+            journal.mark_written(runs[-1].run)
 
 
 def report_run(

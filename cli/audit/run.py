@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import click
 from click.core import ParameterSource
@@ -52,8 +53,10 @@ def local_driver(options: dict[str, Any]) -> SparkSettings:
 
 
 def output_folder(settings: Settings, out: str | None) -> str:
-    """Return the folder of the tables. `out`: the one that is given."""
-    return out or str(settings.data_dir / "audit")
+    """Return the folder of the tables, an absolute path or a URI: Delta and a catalogue read a
+    relative one from another folder. `out`: the one that is given."""
+    out = out or str(settings.data_dir / "audit")
+    return out if urlsplit(out).scheme else str(Path(out).absolute())
 
 
 def _setting(text: str) -> tuple[str, str]:

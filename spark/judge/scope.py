@@ -158,8 +158,7 @@ def _verdicts_of(rows: DataFrame, part: Part) -> DataFrame:
     if part.groups:
         rows = rows.where(F.col("grp").isin(*part.groups))
     if part.topics:
-        named = F.array_union("topics", F.col("places")["topic"])
-        rows = rows.where(F.arrays_overlap(named, F.array(*map(F.lit, part.topics))))
+        rows = rows.where(F.arrays_overlap("topics", F.array(*map(F.lit, part.topics))))
     return rows
 
 

@@ -93,10 +93,11 @@ def _changes(spark: SparkSession, node: Any) -> bool:
 
 
 def _nodes(plan: Any) -> Iterator[Any]:
+    """Yield a plan's nodes, also those of its common tables and subqueries."""
     yield plan
-    children = plan.children()
-    for number in range(children.size()):
-        yield from _nodes(children.apply(number))
+    for inner in (plan.children(), plan.innerChildren(), plan.subqueries()):
+        for number in range(inner.size()):
+            yield from _nodes(inner.apply(number))
 
 
 def _unique(names: list[str]) -> Iterator[str]:

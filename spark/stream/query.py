@@ -160,7 +160,9 @@ def _frames(changes: BucketChanges, set_aside: Sequence[str] = ()) -> Iterator[p
     rows: list[tuple[Any, ...]] = [
         ("finding", finding.kind, 1, *map(_given, finding, none)) for finding in changes.findings
     ]
-    rows += [(what, name, by, *none) for (what, name), by in changes.counts.items() if by]
+    # Counts of drift that add up to nothing show that there are findings.
+    counts = changes.counts.items()
+    rows += [(what, name, by, *none) for (what, name), by in counts if by or what == "drift"]
     rows += [("target", topic, 1, *none) for topic in sorted(changes.targets)]
     rows += [("set_aside", "", 1, *{**FINDING, "why": text}.values()) for text in set_aside]
     if rows:

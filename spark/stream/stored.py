@@ -21,7 +21,7 @@ from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.tools.audit_results import KafkaDrift
 from txbroker.spark.access import AuditKafka
 from txbroker.spark.facts.bounds import far_offsets
-from txbroker.spark.folders import names_in, read_bytes, write_bytes
+from txbroker.spark.folders import names_in, read_bytes, write_whole
 from txbroker.spark.judge.rows import ALWAYS, Horizon
 from txbroker.spark.schema import TEXT_MAX, BrokenRecord, Example
 from txbroker.spark.stream.query import FINDING, SET_ASIDE_MAX, TARGETS_SOURCE
@@ -368,7 +368,7 @@ def decode_home(checkpoint: str, content: bytes) -> StreamManifest:
 
 def write_home(spark: SparkSession, checkpoint: str, home: StreamManifest) -> None:
     """Store the manifest."""
-    write_bytes(spark, _path(checkpoint), msgspec.json.encode(home))
+    write_whole(spark, _path(checkpoint), msgspec.json.encode(home))
 
 
 def _path(checkpoint: str) -> str:
@@ -399,7 +399,7 @@ class _BatchOffsets:
         sources = [
             msgspec.json.encode(each).decode() if each else _NO_SOURCE for each in self.sources
         ]
-        write_bytes(self._spark, self._path, "\n".join((*self._head, *sources)).encode())
+        write_whole(self._spark, self._path, "\n".join((*self._head, *sources)).encode())
 
 
 def begin_at(spark: SparkSession, checkpoint: str, starts: Mapping[str, dict[str, int]]) -> None:
@@ -407,6 +407,8 @@ def begin_at(spark: SparkSession, checkpoint: str, starts: Mapping[str, dict[str
 
     No query may run. A stream without a batch yet begins by its reader's options.
     """
+    if not starts:
+        return
     folder = f"{checkpoint.rstrip('/')}/offsets"
     # The last batch may be repeated. It then begins where the one before it ended.
     numbers = sorted(int(name) for name in names_in(spark, folder) if name.isdigit())[-2:]

@@ -164,8 +164,10 @@ def _end(judged: JudgedRun) -> Column:
     unread = F.lit("expired" if judged.is_full else None).cast("string")
     looked = F.lit(not judged.is_part) | verdict.isNotNull()
     healed = F.lit(None if judged.business is None else "healed").cast("string")
+    # A part is not compared with all transactions of its order keys.
+    alone = F.lit(judged.is_part) & (kind == "out_of_order") & (verdict != "gone")
     return (
-        F.when(kind == "unreadable", unread)
+        F.when((kind == "unreadable") | alone, unread)
         .when(kind == "target_missing", F.when(F.col("removed"), "expired").when(looked, "healed"))
         .when(kind.isin(*_BUSINESS), F.when(verdict == "gone", "expired").otherwise(healed))
         .otherwise(F.coalesce(again, unread))

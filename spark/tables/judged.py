@@ -23,7 +23,9 @@ class JudgedRun(NamedTuple):
         op: the markers of at least the transactions that ended, as `schema.OP`.
         held: the rows of `transactions` whose ids this run has judged again; None: there are none.
         keep: caches a table until the tables were written.
-        before: the summary of the run before; None where it is not known, which costs some jobs.
+        before: the summary of the run before; None where the tables have changed since, which
+            costs some jobs.
+        last: the summary of the last run that judged all transactions.
         broken: the unreadable records of this run, as `schema.BROKEN`.
         missing: transactions committed to topics that do not exist, as `MISSING`; None: no target
             is missing.
@@ -41,6 +43,7 @@ class JudgedRun(NamedTuple):
     held: DataFrame | None = None
     keep: Callable[[DataFrame], DataFrame] = DataFrame.persist
     before: RunSummary | None = None
+    last: RunSummary | None = None
     broken: DataFrame | None = None
     missing: DataFrame | None = None
     business: DataFrame | None = None

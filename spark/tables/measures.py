@@ -37,9 +37,9 @@ def check_run(
     if change is not None:
         known = change.rows if change.known is None else change.known
         latency = latency.join(known, known_keys(LATENCY), "left_anti").unionByName(change.rows)
-    before, age_ms = judged.before, None
-    if before is not None and before.terms is not None:
-        age_ms = judged.now_ms - before.terms.now_ms - round(before.took_s * 1000)
+    last, age_ms = judged.last, None
+    if last is not None and last.terms is not None:
+        age_ms = judged.now_ms - last.terms.now_ms - round(last.took_s * 1000)
     readings = readings_of(latency, judged.checks, judged.now_ms)
     return evaluate(judged.checks, readings, judged.summary.oldest_undecided_ms, age_ms)
 

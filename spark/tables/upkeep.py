@@ -6,7 +6,7 @@ several renames is staged and applied like that of a run, so a kill neither lose
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import date, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 from pyspark.sql import SparkSession
@@ -40,9 +40,9 @@ def compact(spark: SparkSession, out: str, data_dir: Path) -> dict[str, int]:
 def expire(spark: SparkSession, out: str, data_dir: Path, keep_days: int) -> date | None:
     """Remove rows of earlier days, but no open finding; return the first day that is kept.
 
-    Days count back from the newest run, whose day is the brokers' clocks': a wrong clock of this
-    machine removes nothing. Without a run nothing is removed, and None returned. The next audit
-    removes its facts of these days.
+    Days count back from the newest run by the brokers' clocks, or from today by this machine's if
+    that is earlier: one wrong clock removes nothing. Without a run nothing is removed, and None
+    returned. The next audit removes its facts of these days.
 
     Args:
         keep_days: number of days to keep before that of the newest run.
@@ -52,13 +52,15 @@ def expire(spark: SparkSession, out: str, data_dir: Path, keep_days: int) -> dat
         newest: date | None = None if row is None else row["day"]
         if newest is None:
             return None
-        first = newest - timedelta(days=keep_days)
+        first = min(newest, datetime.now(UTC).date()) - timedelta(days=keep_days)
         if first.isoformat() > (store.manifest.expired_before or ""):
             store.expire_before(first.isoformat())
         for table in TABLES:
             old = store.read(table).where(F.col("day") < F.lit(first))
             if table is DRIFT:
-                old = old.where("state != 'open'")
+                old = old.where(
+                    (F.col("state") != "open") & (F.to_date("closed_at") < F.lit(first))
+                )
             old = old.select("day", *table.keys)
             if not old.isEmpty():
                 store.stage(_UPKEEP, table, spark.createDataFrame([], table.ddl), old)

@@ -320,6 +320,14 @@ def test_second_audit_is_refused_before_spark_starts(played: Played, tmp_path: P
     assert played.audit().code == 0
 
 
+def test_refused_installation_does_not_stop_the_others(played: Played, tmp_path: Path) -> None:
+    with alone(tmp_path / "shop"):
+        result = played.audit("--installations", "shop", "--installations", "billing")
+    assert (result.code, played.steps) == (1, ["spark", f"published {CLEAN.run}"])
+    assert "installation shop: another audit" in result.err
+    assert "Installation billing:" in result.err
+
+
 @pytest.mark.parametrize(
     ("manifest", "options", "words"),
     [

@@ -115,6 +115,8 @@ def test_number_of_rows_is_limited(call: Call) -> None:
         "CALL system.expire_snapshots('runs')",
         "EXECUTE IMMEDIATE 'DROP VIEW runs'",
         "SELECT TRANSFORM(id) USING 'rm -rf' AS (x) FROM runs",
+        "WITH y AS (SELECT TRANSFORM(id) USING 'rm -rf' AS (x) FROM runs) SELECT * FROM y",
+        "SELECT * FROM runs WHERE run IN (SELECT TRANSFORM(id) USING 'rm' AS (x) FROM runs)",
         "SET spark.sql.ansi.enabled=false",
         "ADD JAR x.jar",
     ],

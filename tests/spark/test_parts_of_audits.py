@@ -18,7 +18,7 @@ from tests.spark.planted_cases import Planted, plant_all, plant_clean
 from tests.spark.planting import HOUR_MS, Planting, access_to
 from txbroker.spark.run import AuditSettings, run_audit
 from txbroker.spark.schema import Part, RunSummary, Terms
-from txbroker.spark.tables.layout import TRANSACTIONS
+from txbroker.spark.tables.layout import ATTEMPTS, LATENCY, TRANSACTIONS
 from txbroker.spark.tables.store import open_store
 
 if TYPE_CHECKING:
@@ -61,10 +61,6 @@ def differences(one: dict[str, Row], other: dict[str, Row]) -> dict[str, Any]:
     return alone | changed
 
 
-def named(row: Row) -> set[str]:
-    return {*(row["topics"] or ()), *(place["topic"] for place in row["places"] or ())}
-
-
 @pytest.mark.timeout(300)
 def test_part_of_groups_and_topics_has_the_verdicts_of_a_whole_run(
     spark: SparkSession, planted: Planted, commanded: Commanded, tmp_path: Path
@@ -75,7 +71,9 @@ def test_part_of_groups_and_topics_has_the_verdicts_of_a_whole_run(
     commanded.ended()
     rows = held(spark, commanded.folder / "audit")
     expected = {
-        id: row for id, row in rows.items() if p.orders in named(row) and row["grp"] in part.groups
+        id: row
+        for id, row in rows.items()
+        if p.orders in (row["topics"] or ()) and row["grp"] in part.groups
     }
     assert 3 < len(expected) < len(rows)
     assert differences(found, expected) == {}
@@ -141,3 +139,31 @@ async def test_time_span_reads_and_has_only_its_records(
     assert records["before"]["half"] == whole.records["half"]
     assert 0 < records["after"]["half"] < whole.records["half"]
     assert 0 < records["after"]["op"] < whole.records["op"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_run_after_a_part_has_the_tables_of_a_whole_run(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap) as p:
+        terms = await plant_clean(p)
+        audit(spark, p, tmp_path / "parts", terms=terms)
+        terms = await plant_all(p)
+        part = Part(groups=("group-0", "group-1"))
+        audit(spark, p, tmp_path / "parts", terms=terms, mode="part", part=part)
+        summary, _ = audit(spark, p, tmp_path / "parts", terms=terms)
+        audit(spark, p, tmp_path / "whole", terms=terms)
+    assert summary.mode == "incremental"
+    for table in (TRANSACTIONS, ATTEMPTS, LATENCY):
+        found, expected = (
+            sorted(
+                str(row)
+                for row in open_store(spark, str(tmp_path / name / "audit"))
+                .read(table)
+                .drop(*_OF_A_RUN)
+                .collect()
+            )
+            for name in ("parts", "whole")
+        )
+        assert found == expected, table.name
