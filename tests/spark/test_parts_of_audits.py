@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.spark.audit_process import Commanded
+from tests.spark.audit_process import Commanded, summary_of
 from tests.spark.planted_cases import Planted, plant_all, plant_clean
-from tests.spark.planting import HOUR_MS, Planting, access_to
+from tests.spark.planting import Planting, access_to
 from txbroker.spark.run import AuditSettings, run_audit
-from txbroker.spark.schema import Part, RunSummary, Terms
+from txbroker.spark.schema import Part, RunSummary
 from txbroker.spark.tables.layout import ATTEMPTS, LATENCY, TRANSACTIONS
 from txbroker.spark.tables.store import open_store
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 _OF_A_RUN = ("run", "observed_at")
-_AGES = Terms(0, late_after_ms=HOUR_MS, lost_after_ms=2 * HOUR_MS)
-"""Those of the command in `commanded`."""
 
 
 def held(spark: SparkSession, out: Path) -> dict[str, Row]:
@@ -73,8 +71,9 @@ def test_part_of_groups_and_topics_has_the_verdicts_of_a_whole_run(
 ) -> None:
     p = planted.planting
     part = Part(topics=(p.orders,), groups=("group-0", "group-1"))
-    summary, found = audit(spark, p, tmp_path, terms=_AGES, mode="part", part=part)
-    commanded.ended()
+    # Some verdicts depend on the time.
+    terms = summary_of(commanded.ended()).terms
+    summary, found = audit(spark, p, tmp_path, terms=terms, mode="part", part=part)
     rows = held(spark, commanded.folder / "audit")
     expected = {
         id: row
@@ -93,13 +92,14 @@ def test_part_of_groups_and_topics_has_the_verdicts_of_a_whole_run(
 def test_stored_facts_are_judged_again_without_kafka(
     spark: SparkSession, planted: Planted, commanded: Commanded, tmp_path: Path
 ) -> None:
-    commanded.ended()
+    terms = summary_of(commanded.ended()).terms
+    assert terms is not None
     shutil.copytree(commanded.folder, tmp_path / "data", ignore=shutil.ignore_patterns("artifacts"))
     rows = held(spark, tmp_path / "data/audit")
     # As if an earlier version had not known them.
     shutil.rmtree(tmp_path / "data/audit/transactions")
     settings = AuditSettings(
-        str(tmp_path / "data/audit"), tmp_path / "data", planted.planting.names, _AGES, "rejudged"
+        str(tmp_path / "data/audit"), tmp_path / "data", planted.planting.names, terms, "rejudged"
     )
     nothing: Any = None
     summary = run_audit(spark, nothing, settings)
