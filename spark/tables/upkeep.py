@@ -58,9 +58,8 @@ def expire(spark: SparkSession, out: str, data_dir: Path, keep_days: int) -> dat
         for table in TABLES:
             old = store.read(table).where(F.col("day") < F.lit(first))
             if table is DRIFT:
-                old = old.where(
-                    (F.col("state") != "open") & (F.to_date("closed_at") < F.lit(first))
-                )
+                closed = F.coalesce(F.to_date("closed_at"), F.col("day"))
+                old = old.where("state != 'open'").where(closed < F.lit(first))
             old = old.select("day", *table.keys)
             if not old.isEmpty():
                 store.stage(_UPKEEP, table, spark.createDataFrame([], table.ddl), old)
