@@ -28,7 +28,6 @@ from txbroker.spark.business import BusinessTable, compare
 from txbroker.spark.commit import RunNote, commit, note_down, settled, tidy_up
 from txbroker.spark.facts.history import (
     CarriedState,
-    Chain,
     expired,
     gather,
     leave_state,
@@ -192,16 +191,16 @@ class _Audit:
         last, again = self._last, self._settings.mode == "rejudged"
         if self._settings.mode in ("full", "part"):
             return None
-        before = None if last is None else read_carried(self._spark, self._folders, last.run)
+        before = None
+        if last is not None:
+            names = self._settings.names
+            before = read_carried(self._spark, self._folders, last.run, names)
         if again and before is None:
             raise ConfigurationError(
                 "there is no run whose facts can be judged again: run `txbroker audit run` first"
             )
         if last is None:
             return None
-        chain = read_chain(self._spark, self._folders, last.run)
-        if chain is not None:
-            check_goes_on(chain, self._settings.names)
         if before is None:
             self._on_notice(
                 "An earlier version of txbroker wrote the state that the last run left: this run "
@@ -393,16 +392,6 @@ def run_name(started_ms: int) -> str:
     """Return a unique, time-sortable run name."""
     started = datetime.fromtimestamp(started_ms / 1000, UTC)
     return f"{started:%Y%m%dT%H%M%S}{started_ms % 1000:03d}Z-{secrets.token_hex(2)}"
-
-
-def check_goes_on(chain: Chain, names: TopicNames) -> None:
-    """Check that the last run audited the same installation."""
-    for was, now in ((chain.names.half, names.half), (chain.names.op, names.op)):
-        if was != now:
-            raise ConfigurationError(
-                f"the last run with this data folder audited {was}, not {now}: name a separate "
-                "--data-dir for each installation"
-            )
 
 
 def check_window(was: Terms | None, now: Terms) -> None:

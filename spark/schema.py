@@ -104,7 +104,7 @@ VERDICT = """
     places array<struct<topic: string, partition: int, offset: bigint, seq: int>>,
     why string, carry boolean
 """
-"""One row for each transaction; the table that `audit run` writes, by run, day and verdict.
+"""One row for each transaction that a run judges; written by verdict, and removed with the run.
 
 `day`: of the id's time (UTC). `verdict`: the gravest finding, else `settled`, `pending`,
 `committed`, `parked`, `refused`, `void` or `gone` (retention or compaction removed the evidence).

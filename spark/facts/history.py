@@ -399,8 +399,21 @@ def leave_state(
     write_carried(spark, folders, run, chain, judged, verdicts, keys)
 
 
-def read_carried(spark: SparkSession, folders: Folders, run: str) -> CarriedState | None:
-    """Read the state that a run left; None where an earlier version wrote it."""
+def check_goes_on(chain: Chain, names: TopicNames) -> None:
+    """Check that the last run audited the same installation."""
+    for was, now in ((chain.names.half, names.half), (chain.names.op, names.op)):
+        if was != now:
+            raise ConfigurationError(
+                f"the last run with this data folder audited {was}, not {now}: name a separate "
+                "--data-dir for each installation"
+            )
+
+
+def read_carried(
+    spark: SparkSession, folders: Folders, run: str, names: TopicNames
+) -> CarriedState | None:
+    """Read the state that a run left; None where an earlier version wrote it. `names`: the topics
+    of the installation whose state it has to be."""
     folder = folders.carry(run)
     chain = read_chain(spark, folders, run)
     if chain is None:
@@ -408,6 +421,7 @@ def read_carried(spark: SparkSession, folders: Folders, run: str) -> CarriedStat
             f"the state that the last run ({run}) left is not in {folder}: name that run's output "
             "folder with --out, or run a full audit (--full)"
         )
+    check_goes_on(chain, names)
     if chain.version < CHAIN_VERSION:
         return None
     facts = Facts(

@@ -4,7 +4,7 @@
     staged/run=RUN/TABLE        rows of a run that are not applied yet
     TABLE/…                     the tables, in their format
 
-Applying can be repeated: whatever a killed run has left of it, the next one does. Each format has
+Applying can be repeated: the next run completes that of a killed one. Each format has
 an engine, which never sees runs: only the folder where a table's rows are staged.
 """
 

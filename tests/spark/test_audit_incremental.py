@@ -171,12 +171,12 @@ def test_run_that_dies_leaves_nothing_and_changes_nothing(
     nobody: Any = None
     with pytest.raises(ConfigurationError, match=f"state that the last run .{again.run}. left"):
         run_audit(spark, nobody, elsewhere)
-    names = msgspec.structs.replace(NAMES, half="other.half")
+    names = msgspec.structs.replace(NAMES, op="other.op")
     lower = msgspec.structs.replace(runs.settings, terms=Terms(1, dedup_window_ms=60_000))
     with pytest.raises(ConfigurationError, match="dedup window of 120 s, not 60 s"):
         run_audit(spark, nobody, lower)
     other = msgspec.structs.replace(runs.settings, names=names)
-    with pytest.raises(ConfigurationError, match=r"audited half, not other\.half"):
+    with pytest.raises(ConfigurationError, match=r"audited op, not other\.op"):
         run_audit(spark, nobody, other)
 
 
