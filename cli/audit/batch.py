@@ -11,7 +11,8 @@ from txbroker.cli.audit.run import journal_of, names_of, output_folder, started,
 from txbroker.cli.run import CommandFailed, usage_errors
 from txbroker.config.settings import Settings
 from txbroker.errors import TxbrokerError
-from txbroker.spark.session import SparkSettings, in_words
+from txbroker.spark.launch.failures import in_words
+from txbroker.spark.session import SparkSettings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -58,7 +58,12 @@ from txbroker.spark.schema import (
 from txbroker.spark.session import spread
 
 _BROADCAST_ROWS_MAX = 500_000
-_CODEC = {"compression": "zstd", "parquet.compression.codec.zstd.level": "1"}
+_CODEC = {
+    "compression": "zstd",
+    "parquet.compression.codec.zstd.level": "1",
+    # Parquet tries a dictionary for each column, in vain where no two values are equal.
+    **{f"parquet.enable.dictionary#{name}": "false" for name in ("id", "offset", "body")},
+}
 
 
 def extract(

@@ -87,7 +87,10 @@ def is_own_id(id: Column) -> Column:
 def is_own(why: Column, ours: Column) -> Column:
     """Return whether an unreadable record is one of txbroker's; a newer version's does not
     count."""
-    return F.coalesce((why != NEWER) & ours, F.lit(False))
+    # `ours` costs nothing for a record that parses.
+    return F.when(why.isNull() | (why == NEWER), F.lit(False)).otherwise(
+        F.coalesce(ours, F.lit(False))
+    )
 
 
 # --- hashes ----------------------------------------------------------------------------------
@@ -297,12 +300,12 @@ def half_facts(records: DataFrame) -> DataFrame:
         part.why().alias("why"),
         part.is_ours.alias("_ours"),
     )
-    id = F.col("id")
+    elsewhere = not_true(F.col("_id_partition") == F.col("partition"))
     return (
-        facts.withColumn("id_ms", id_time_ms(id))
-        .withColumn("void", F.when(~is_own_id(id), F.lit("id")))
+        with_id_parts(facts)
+        .withColumn("void", F.when(elsewhere, F.lit("id")))
         .withColumn("own", is_own(F.col("why"), F.col("_ours")))
-        .drop("_ours")
+        .drop("_ours", "_id_partition")
     )
 
 
@@ -342,9 +345,10 @@ def visible_facts(records: DataFrame, prefix: str) -> DataFrame:
         for begin in (before + 2, before + 3)
     )
     id = first.getField("value").cast("string")
-    return records.where(of_installation & (first.getField("key") == ID_HEADER)).select(
-        id.alias("id"),
-        id_time_ms(id).alias("id_ms"),
+    promoted = records.where(of_installation & (first.getField("key") == ID_HEADER))
+    return with_id_parts(promoted.withColumn("id", id)).select(
+        "id",
+        "id_ms",
         "topic",
         *POSITION,
         F.when(ours, seq).otherwise(0).alias("seq"),
@@ -353,7 +357,7 @@ def visible_facts(records: DataFrame, prefix: str) -> DataFrame:
         headers_hash(F.when(ours, after_seq).otherwise(after_id)).alias("headers"),
         F.when(ours, headers_hash(after_id)).alias("headers_if_alone"),
         (F.col("timestampType") == 1).alias("append_time"),
-        F.when(not_true(is_id(id)), F.lit("its txb-id is not a transaction id")).alias("why"),
+        F.when(F.col("id_ms").isNull(), F.lit("its txb-id is not a transaction id")).alias("why"),
         F.lit(False).alias("own"),
     )
 
@@ -421,6 +425,8 @@ def parked_facts(records: DataFrame) -> DataFrame:
 
 _ID = r"\A[0-7][0-9A-HJKMNP-TV-Z]{25}\z"  # 128 bits: the first character has but three
 _DIGITS32 = "0123456789ABCDEFGHIJKLMNOPQRSTUV"
+_DIGITS = 14
+"""Characters of an id before its randomness."""
 
 
 def is_id(text: Column) -> Column:
@@ -430,19 +436,40 @@ def is_id(text: Column) -> Column:
 
 def id_partition(id: Column) -> Column:
     """Return the half partition in a transaction id; null for any other text."""
-    # The first 4 characters are 20 bits: 2 that are always zero, 16, and 2 of the time.
-    return F.shiftright(_base32(id, 1, 4), 2).cast("int")
+    return _partition(_digits(id))
 
 
 def id_time_ms(id: Column) -> Column:
     """Return the time in a transaction id, ms since 1970; null for any other text."""
+    return _time_ms(_digits(id))
+
+
+def with_id_parts(rows: DataFrame) -> DataFrame:
+    """Add `id_ms` and `_id_partition` of the column `id`, which is examined once; both are null for
+    a text that is no transaction id."""
+    digits = F.col("_digits")
+    parts = {"id_ms": _time_ms(digits), "_id_partition": _partition(digits)}
+    return rows.withColumn("_digits", _digits(F.col("id"))).withColumns(parts).drop("_digits")
+
+
+def _digits(id: Column) -> Column:
+    """Return the digits of an id before its randomness, as `conv` reads them."""
+    digits = F.translate(F.substring(id, 1, _DIGITS), ALPHABET, _DIGITS32)
+    return F.when(is_id(id), digits)
+
+
+def _partition(digits: Column) -> Column:
+    # The first 4 characters are 20 bits: 2 that are always zero, 16, and 2 of the time.
+    return F.shiftright(_base32(digits, 1, 4), 2).cast("int")
+
+
+def _time_ms(digits: Column) -> Column:
     # Bits 60 to 114 in 11 characters; the time's are 64 to 111.
-    return F.shiftright(_base32(id, 4, 11), 4).bitwiseAND(F.lit(TIME_MAX_MS))
+    return F.shiftright(_base32(digits, 4, 11), 4).bitwiseAND(F.lit(TIME_MAX_MS))
 
 
-def _base32(id: Column, first: int, length: int) -> Column:
-    digits = F.translate(F.substring(id, first, length), ALPHABET, _DIGITS32)
-    return F.when(is_id(id), F.conv(digits, 32, 10)).try_cast("bigint")
+def _base32(digits: Column, first: int, length: int) -> Column:
+    return F.conv(F.substring(digits, first, length), 32, 10).try_cast("bigint")
 
 
 # --- the operation topic -------------------------------------------------------------------------
@@ -572,7 +599,8 @@ def op_facts(records: DataFrame) -> DataFrame:
         F.col("key").cast("string").alias("key"),
         part.is_ours.alias("is_ours"),
     )
-    return _markers(read)
+    id = F.coalesce(F.col("content_id"), F.col("marker")["id"])
+    return _markers(with_id_parts(read.withColumn("id", id)))
 
 
 def _int(number: Column) -> Column:
@@ -583,7 +611,7 @@ def _int(number: Column) -> Column:
 
 def _markers(read: DataFrame) -> DataFrame:
     marker = F.col("marker")
-    id, contents = marker["id"], _int(marker["contents"])
+    contents = _int(marker["contents"])
     why = first_reason(
         [
             (marker.isNull() | not_true(marker["kind"].isin(*MarkerKind)), "it is not a marker"),
@@ -593,21 +621,24 @@ def _markers(read: DataFrame) -> DataFrame:
                 "source",
             ),
             (marker["v"] > RECORD_VERSION, NEWER),
-            (not_true(F.col("key") == id), "its key is not its transaction's id"),
+            (not_true(F.col("key") == marker["id"]), "its key is not its transaction's id"),
             (
                 (contents < 0) | ((contents > 0) & (marker["kind"] != MarkerKind.COMMIT)),
                 "it replaces messages but is not a commit",
             ),
-            (not_true(is_id(id)), "its id is not a transaction id"),
-            (id_partition(id) != F.col("partition"), "its id belongs to another partition"),
+            (F.col("id_ms").isNull(), "its id is not a transaction id"),
+            (
+                F.col("_id_partition") != F.col("partition"),
+                "its id belongs to another partition",
+            ),
         ]
     )
     is_marker = F.col("content").isNull()
     why = F.coalesce(F.col("unread"), F.when(is_marker, why))
     ours = F.when(is_marker, is_own_id(F.col("key"))).otherwise(F.col("is_ours"))
     return read.select(
-        F.coalesce(F.col("content_id"), id).alias("id"),
-        id_time_ms(id).alias("id_ms"),
+        "id",
+        "id_ms",
         *POSITION,
         marker["kind"].alias("kind"),
         F.when(is_marker, F.coalesce(marker["source"], F.lit(Source.PRODUCER))).alias("source"),

@@ -33,8 +33,9 @@ from txbroker.spark.access import AuditError, AuditKafka, TopicEnds, publish
 from txbroker.spark.facts.bounds import OVERFLOW
 from txbroker.spark.facts.topics import TAKEN_BY_RETENTION
 from txbroker.spark.judge.rows import ALWAYS, can_be_topic, kept_from_ms
+from txbroker.spark.launch.failures import in_words
 from txbroker.spark.schema import RunSummary, Terms, TopicNames
-from txbroker.spark.session import in_words, spread
+from txbroker.spark.session import spread
 from txbroker.spark.stream.query import GRACE_MS, STATE_CONF, Sources, plan, ship_by_value
 from txbroker.spark.stream.state import StreamTerms
 from txbroker.spark.stream.stored import (

@@ -17,7 +17,7 @@ from tests.chart.dockerfile import Builder, Stage, call, instructions
 from tests.kit.command_lines import parsed
 from txbroker.config.settings import ENV_PREFIX, Settings, load_settings
 from txbroker.embedded.server import DEFAULT_VERSION
-from txbroker.spark.session import ivy_dir
+from txbroker.spark.launch.packages import ivy_dir
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()

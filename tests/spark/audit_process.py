@@ -18,8 +18,8 @@ import pyspark
 from tests.kit.cli import Result
 from tests.spark.planting import Planting
 from txbroker.cli import submit
+from txbroker.spark.launch.java import java_home
 from txbroker.spark.schema import RunSummary
-from txbroker.spark.session import java_home
 
 TIMEOUT_S = 240.0
 _END_S = 30.0

@@ -18,7 +18,7 @@ from tests.spark.audit_process import audit, command, drift_of, environment, sub
 from tests.spark.planted_cases import Planted
 from txbroker.embedded.java import find_java
 from txbroker.spark.journal import JOURNAL_FILE, Journal
-from txbroker.spark.session import ivy_conf
+from txbroker.spark.launch.packages import ivy_conf
 
 
 @pytest.mark.long

@@ -19,14 +19,15 @@ from tests.spark.audit_process import environment
 from txbroker.errors import ConfigurationError
 from txbroker.spark import session
 from txbroker.spark.access import AuditError, TopicEnds
-from txbroker.spark.progress import SparkProgress, StageProgress, StageTotals, StageWatch, short
-from txbroker.spark.session import (
+from txbroker.spark.launch import packages
+from txbroker.spark.launch.failures import (
     SparkFailed,
     in_words,
-    java_home,
     why_not_launched,
     why_not_started,
 )
+from txbroker.spark.launch.java import java_home
+from txbroker.spark.progress import SparkProgress, StageProgress, StageTotals, StageWatch, short
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -219,15 +220,15 @@ def test_unavailable_connector_is_one_sentence(tmp_path: Path) -> None:
 def test_a_repository_that_is_no_url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TXBROKER_MAVEN_REPOSITORY", "ftp://x")
     with pytest.raises(ConfigurationError, match="TXBROKER_MAVEN_REPOSITORY must be a URL"):
-        session.ivy_conf("4.0.0", tmp_path)
+        packages.ivy_conf("4.0.0", tmp_path)
 
 
 def test_a_login_goes_to_ivy_and_into_no_message(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TXBROKER_MAVEN_REPOSITORY", "https://me:s%26cret@repo.example/maven2/")
-    conf = session.ivy_conf("4.0.0", tmp_path)
-    assert session.repository_shown() == "https://repo.example/maven2"
+    conf = packages.ivy_conf("4.0.0", tmp_path)
+    assert packages.repository_shown() == "https://repo.example/maven2"
     assert "cret" not in str(conf)
     path = Path(conf["spark.jars.ivySettings"])
     assert path.stat().st_mode & 0o077 == 0
@@ -237,7 +238,7 @@ def test_a_login_goes_to_ivy_and_into_no_message(
 
 @pytest.mark.parametrize("version", ["4.0.0", "4.0.0.dev1", "4.0.0+local"])
 def test_the_connector_is_that_of_pyspark(version: str) -> None:
-    assert session.coordinates(version) == CONNECTOR
+    assert packages.coordinates(version) == CONNECTOR
 
 
 @pytest.mark.parametrize(
@@ -321,8 +322,6 @@ def test_the_end_of_a_session_hides_nothing_where_java_is_gone(
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
-    from txbroker.spark import session
-
     def refused() -> None:
         raise ConnectionRefusedError(111, "connection refused")
 
@@ -375,14 +374,14 @@ def test_stream_restarted_too_late_names_the_next_step(output: str) -> None:
 def test_jars_are_resolved_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     conf = {"spark.jars.packages": "a:b:1", "spark.jars": "/own.jar"}
-    assert session.known_jars(conf) == {}
-    jar = session.ivy_dir() / "jars" / "a_b-1.jar"
+    assert packages.known_jars(conf) == {}
+    jar = packages.ivy_dir() / "jars" / "a_b-1.jar"
     jar.parent.mkdir(parents=True)
     jar.touch()
-    session.note_jars(conf, f"file:///own.jar,{jar.as_uri()}")
-    assert session.known_jars(conf) == {
+    packages.note_jars(conf, f"file:///own.jar,{jar.as_uri()}")
+    assert packages.known_jars(conf) == {
         "spark.jars": f"/own.jar,{jar}", "spark.jars.packages": ""
     }  # fmt: skip
-    assert session.known_jars(conf | {"spark.jars.packages": "a:b:2"}) == {}
+    assert packages.known_jars(conf | {"spark.jars.packages": "a:b:2"}) == {}
     jar.unlink()
-    assert session.known_jars(conf) == {}
+    assert packages.known_jars(conf) == {}

@@ -18,7 +18,7 @@ from tests.spark import released_tables
 from tests.spark.released_tables import DAY, INSTALLATION, ROWS
 from txbroker.errors import ConfigurationError, TxbrokerError
 from txbroker.spark import folders
-from txbroker.spark.session import in_words
+from txbroker.spark.launch.failures import in_words
 from txbroker.spark.tables.layout import DRIFT, TABLES, TRANSACTIONS, Table
 from txbroker.spark.tables.manifest import check_local
 from txbroker.spark.tables.store import TableStore, open_store

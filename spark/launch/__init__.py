@@ -1,0 +1,1 @@
+"""What a start of Spark needs: Java, the Kafka connector, and errors in words."""
