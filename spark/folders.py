@@ -14,7 +14,6 @@ from typing import Any
 
 from msgspec import Struct
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
 
 from txbroker.errors import ConfigurationError
 from txbroker.spark.schema import BROKEN, VERDICT, no_rows
@@ -51,6 +50,12 @@ def remove(spark: SparkSession, path: str) -> None:
     """Remove a folder with its contents, if it exists."""
     with _located(spark, path) as (where, files):
         files.delete(where, True)
+
+
+def qualified(spark: SparkSession, path: str) -> str:
+    """Return the whole URI of a path."""
+    with _located(spark, path) as (where, files):
+        return str(files.makeQualified(where).toString())
 
 
 def make(spark: SparkSession, path: str) -> None:
@@ -167,11 +172,11 @@ def _located(spark: SparkSession, path: str) -> Iterator[tuple[Any, Any]]:
 def write_verdicts(rows: DataFrame, folders: Folders, run: str) -> None:
     """Write a run's verdicts, by verdict, so that findings are read without all others.
 
-    `rows`: columns as in `schema.VERDICT`; `run` is ignored.
+    `rows`: columns as in `schema.VERDICT`.
     """
     # A task keeps a file of each verdict open; otherwise Spark would sort its rows by verdict.
     with setting(rows.sparkSession, "spark.sql.maxConcurrentOutputFileWriters", "32"):
-        rows.drop("run").write.partitionBy("verdict").parquet(folders.verdicts(run))
+        rows.write.partitionBy("verdict").parquet(folders.verdicts(run))
 
 
 def read_broken(spark: SparkSession, folders: Folders, run: str) -> DataFrame:
@@ -182,4 +187,4 @@ def read_broken(spark: SparkSession, folders: Folders, run: str) -> DataFrame:
 def read_verdicts(spark: SparkSession, folders: Folders, run: str) -> DataFrame:
     """Return the verdicts of a run; columns as in `schema.VERDICT`."""
     rows = spark.read.schema(VERDICT).parquet(folders.verdicts(run))
-    return rows.withColumn("run", F.lit(run)).select(*no_rows(spark, VERDICT).columns)
+    return rows.select(*no_rows(spark, VERDICT).columns)

@@ -1,10 +1,11 @@
 """The audit's journal: one SQLite file with the result of every run.
 A row for each run holds the whole summary as JSON, beside plain columns for `sqlite3` and
 Datasette; two more tables hold drift by kind, and examples. Another names the runs that the proxies
-do not know yet, and one holds acknowledgements. A run's rows are written in one transaction, so
-several processes may share a file.
+do not know yet, one holds acknowledgements, and one the name of the series. A run's rows are
+written in one transaction, so several processes may share a file.
 """
 
+import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,8 @@ _BATCH = "mode in ('full', 'incremental')"
 
 
 class Journal:
-    """Results of audits in a SQLite file, opened for each call, so that nothing stays locked.
+    """Results of a series of audits in a SQLite file, opened for each call, so that nothing stays
+    locked.
 
     Every method raises a `ConfigurationError` where the file is no journal, is of a newer version,
     or cannot be used.
@@ -101,6 +103,18 @@ class Journal:
     def get(self, run: str) -> RunSummary | None:
         """Return a run by name, None where there is none."""
         return next(iter(self._select("where run = ?", run)), None)
+
+    def series(self) -> str:
+        """Return the random name of this series of audits, drawn by the first call."""
+        with self._opened() as db:
+            db.execute("begin immediate")
+            self._make_tables(db)
+            for row in db.execute("select name from series"):
+                return str(row[0])
+            name = secrets.token_hex(8)
+            _table(db, "series").insert({"name": name})
+            db.conn.commit()
+            return name
 
     # --- acknowledgements ---------------------------------------------------------------------
 
@@ -211,6 +225,8 @@ class Journal:
             if name not in db.table_names():
                 # Runs from an earlier txbroker count as published.
                 _table(db, name).create({"run": str}, pk="run")
+        if "series" not in db.table_names():
+            _table(db, "series").create({"name": str}, pk="name")
         if "acknowledged" not in db.table_names():
             columns = Acknowledgement.__annotations__
             _table(db, "acknowledged").create(columns, pk=("id", "grp", "kind"))

@@ -63,7 +63,7 @@ from txbroker.spark.schema import (
     TopicNames,
 )
 from txbroker.spark.session import spread
-from txbroker.spark.tables.current import current_verdicts, held_rows
+from txbroker.spark.tables.current import current_verdicts, earlier_rows
 from txbroker.spark.tables.judged import JudgedRun
 from txbroker.spark.tables.store import TableStore, open_store
 
@@ -184,8 +184,14 @@ class _Audit:
 
     def _opened(self) -> TableStore:
         settings = self._settings
-        prefix = settings.names.prefix
-        return open_store(self._spark, settings.out, prefix, settings.table_format)
+        return open_store(
+            self._spark,
+            settings.out,
+            settings.names.prefix,
+            settings.table_format,
+            self._journal.series(),
+            takes_over=settings.mode == "full",
+        )
 
     def _before(self) -> CarriedState | None:
         """Return the state that this run continues, or judges again; None: it reads the topics from
@@ -319,20 +325,22 @@ class _Audit:
             self._on_stage("writing the tables")
             # A run of a part may have written rows of any transaction that this one has judged.
             alone = mode == "incremental" and self._known is not None
-            ended = scope.ended if alone else written.select("id")
+            again = scope.judged_again if alone else written.select("id")
             judged = JudgedRun(
                 summary=summary,
                 names=self._settings.names,
                 now_ms=self._terms.now_ms,
                 verdicts=written,
                 op=scope.facts.op,
-                held=held_rows(self._store, ended, self._kept),
+                earlier=earlier_rows(self._store, again, self._kept),
                 keep=self._kept,
                 before=self._known,
                 last=self._last,
                 broken=staged.broken,
                 missing=missing,
                 business=business,
+                groups=self._settings.business.groups if self._settings.business else (),
+                unknown_to_ms=known_ms and known_ms + self._terms.dedup_window_ms,
                 acknowledged=self._journal.acknowledged(),
                 checks=self._settings.checks,
             )

@@ -96,7 +96,7 @@ BROKEN = """
 txbroker's, in one of txbroker's topics, and not a newer version's."""
 
 VERDICT = """
-    run string, id string, day date, verdict string, findings array<string>, state string,
+    id string, verdict string, findings array<string>, state string,
     grp string, decision string, source string,
     prepared_at_ms bigint, decided_at_ms bigint, visible_at_ms bigint,
     attempts int, messages int, topics array<string>,
@@ -106,7 +106,7 @@ VERDICT = """
 """
 """One row for each transaction that a run judges; written by verdict, and removed with the run.
 
-`day`: of the id's time (UTC). `verdict`: the gravest finding, else `settled`, `pending`,
+`verdict`: the gravest finding, else `settled`, `pending`,
 `committed`, `parked`, `refused`, `void` or `gone` (retention or compaction removed the evidence).
 `attempts`: of the last round, returned ones left out. `visible_at_ms`: append time of the last
 message to become visible; null where the target's timestamps are the users'. `places`: positions

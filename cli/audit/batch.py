@@ -105,9 +105,10 @@ def run_all(
         accepted = []
         for settings in each:  # all that can be refused before Spark starts
             with noted(settings):
-                _check(settings, request, several)
                 stack.enter_context(alone(settings.data_dir))
-                journal_of(settings).last()
+                journal = journal_of(settings)
+                journal.last()
+                _check(settings, request, several, journal.series())
                 accepted.append(settings)
         if accepted:
             session, bar = stack.enter_context(started(spark))
@@ -120,14 +121,15 @@ def run_all(
         raise CommandFailed("; ".join(failures))
 
 
-def _check(settings: Settings, request: AuditRequest, several: bool) -> None:
+def _check(settings: Settings, request: AuditRequest, several: bool, series: str) -> None:
     from txbroker.spark.report.report import check_writable
     from txbroker.spark.tables.manifest import check_local
 
     prefix = names_of(settings).prefix
     if request.report is not None:
         check_writable(_report_of(settings, request.report, several))
-    check_local(_out_of(settings, request, several), prefix, request.table_format)
+    expected = None if request.mode == "full" else series
+    check_local(_out_of(settings, request, several), prefix, request.table_format, expected)
 
 
 def _out_of(settings: Settings, request: AuditRequest, several: bool) -> str:

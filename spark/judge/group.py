@@ -18,7 +18,6 @@ from pyspark.sql.types import StructType
 from pyspark.sql.window import Window
 
 from txbroker.spark import schema
-from txbroker.spark.facts.messages import id_partition, id_time_ms
 from txbroker.spark.judge import fold, judge, rows
 from txbroker.spark.judge.judge import judge_rows
 from txbroker.spark.judge.rows import NOTHING_TAKEN, Horizon, JudgeTerms
@@ -35,9 +34,8 @@ _BROADCAST_ROWS_MAX = 500_000
 
 _ORDERED = "array<struct<topic: string, partition: int, offset: bigint>>"
 _HASH_FIRST = "spark.sql.execution.useObjectHashAggregateExec"
-_DAY_MS = 86_400_000
 
-_NO_VERDICT = frozenset({"run", "order_mark", "ordered"})
+_NO_VERDICT = frozenset({"order_mark", "ordered"})
 
 
 @lru_cache(maxsize=1)
@@ -49,7 +47,7 @@ def _judged() -> StructType:
 
 
 def _judged_columns() -> list[str]:
-    return [name for name in _judged().names if name not in ("run", "id_ms")]
+    return [name for name in _judged().names if name != "id_ms"]
 
 
 def _verdict_columns() -> list[str]:
@@ -62,7 +60,7 @@ _cached: WeakKeyDictionary[SparkSession, list[DataFrame]] = WeakKeyDictionary()
 def verdicts(
     spark: SparkSession, facts: Facts, terms: JudgeTerms, horizon: Horizon = NOTHING_TAKEN
 ) -> DataFrame:
-    """Return a row for each transaction: the columns of `schema.VERDICT` without `run`.
+    """Return a row for each transaction: the columns of `schema.VERDICT`.
 
     Intermediate tables stay on the executors' disks until `release` or the next call.
     """
@@ -167,7 +165,6 @@ def _is_plain(terms: JudgeTerms) -> Column:
         & (half["count"] == size)
         & (half["seq"] == 0)
         & half["void"].isNull()
-        & (half["partition"] == id_partition(F.col("id")))
         & ((size == 1) | F.forall(numbers, _follows))
     )
     decides = (
@@ -233,7 +230,6 @@ def _plain_verdict() -> dict[str, Column]:
     places = _visible_at(single & commit, ("topic", "partition", "offset", "seq"))
     ordered = _visible_at(single, ("topic", "partition", "offset"))
     return {
-        "day": _day(id_time_ms(F.col("id"))),
         "verdict": F.when(marker.isNull(), "pending").otherwise("settled"),
         "findings": F.array(),
         "state": state,
@@ -267,18 +263,13 @@ def _visible_at(one: Column, fields: tuple[str, ...]) -> Column:
     )
 
 
-def _day(id_ms: Column) -> Column:
-    # As a number, so that the session's time zone has no effect.
-    return F.date_from_unix_date(F.floor(id_ms / _DAY_MS).cast("int"))
-
-
 # --- the others, by the judge ------------------------------------------------------------------
 
 
 def _by_judge(rest: DataFrame, terms: JudgeTerms, horizon: Horizon) -> DataFrame:
-    kind = StructType([field for field in _judged() if field.name not in ("run", "day")])
+    kind = _judged()
     rows = rest.select("id", *_SIDES).mapInArrow(_judging(kind, terms, horizon), kind)
-    return rows.withColumn("day", _day(F.col("id_ms"))).select(*_judged_columns())
+    return rows.select(*_judged_columns())
 
 
 def _judging(

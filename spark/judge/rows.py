@@ -210,7 +210,7 @@ class MessagePosition(NamedTuple):
 
 
 class JudgedTransaction(NamedTuple):
-    """How a transaction ended: `schema.VERDICT` without run and day.
+    """How a transaction ended: `schema.VERDICT` with the id's time.
 
     `id_ms`: the time in the id, None where it does not parse. `carry`: whether later records can
     change the verdict, so that the next run needs these facts.

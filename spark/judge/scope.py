@@ -31,8 +31,8 @@ class Scope(NamedTuple):
         horizon: what retention and compaction have left.
         context: transactions that others are compared with; this run does not judge them.
         removed_ms: facts of earlier runs with ids up to this time may have been deleted.
-        ended: ids that this run judges again although an earlier one did not carry them: columns
-            `id` and `id_ms`; None: there are none, or, in a full run, any may be.
+        judged_again: ids that this run judges again although an earlier one did not carry them:
+            columns `id` and `id_ms`; None: there are none, or, in a full run, any may be.
         part: the transactions that the run judges; None: all of them.
     """
 
@@ -40,7 +40,7 @@ class Scope(NamedTuple):
     horizon: Horizon
     context: DataFrame | None = None
     removed_ms: int | None = None
-    ended: DataFrame | None = None
+    judged_again: DataFrame | None = None
     part: Part | None = None
 
     def saved_horizon(self, now_ms: int) -> SavedHorizon:
@@ -77,7 +77,7 @@ def scope_of(
     last_ms = max((*before.chain.cut.op_clock_ms, *before.chain.cut.half_clock_ms), default=0)
     horizon = horizon._replace(parked_from_ms=parked_from_ms(new.parked, cut, last_ms))
     old, judged = before.facts, before.ids
-    ended: DataFrame | None = None
+    again: DataFrame | None = None
     strangers = history.strangers(new, before.ids) if staged.rows else None
     if strangers is not None:
         strangers = keep(strangers)
@@ -86,15 +86,15 @@ def scope_of(
         if known is not None:
             known = Facts(*map(keep, known))
             old = old | known
-        ended = _ended(strangers, known, left.removed_ms)
+        again = _judged_again(strangers, known, left.removed_ms)
     decided = strangers is not None or before.chain.rows.get("op")
     near = history.neighbours(old, new | old) if decided else None
     if near is None:
-        return Scope(new | old, horizon, None, left.removed_ms, ended)
+        return Scope(new | old, horizon, None, left.removed_ms, again)
     near = keep(near.join(judged, "id", "left_anti"))
     known = history.facts(near)
     facts = new | old if known is None else new | old | known
-    return Scope(facts, horizon, near, left.removed_ms, ended)
+    return Scope(facts, horizon, near, left.removed_ms, again)
 
 
 def scope_of_part(staged: Extract, terms: Terms, part: Part) -> Scope:
@@ -115,7 +115,9 @@ def scope_of_stored(
     return Scope(staged.facts, horizon, removed_ms=left.removed_ms)
 
 
-def _ended(strangers: DataFrame, known: Facts | None, removed_ms: int | None) -> DataFrame | None:
+def _judged_again(
+    strangers: DataFrame, known: Facts | None, removed_ms: int | None
+) -> DataFrame | None:
     """Return those of `strangers` that an earlier run has judged, as far as its facts are there."""
     if known is None and removed_ms is None:
         return None
@@ -134,7 +136,7 @@ def judge_scope(
     terms: Terms,
     write: Callable[[DataFrame], None],
 ) -> None:
-    """Judge, and pass the verdicts, columns as in `schema.VERDICT` without `run`, to `write`."""
+    """Judge, and pass the verdicts, columns as in `schema.VERDICT`, to `write`."""
     horizon = without_removed(scope.horizon, scope.removed_ms, len(cut.half.ends))
     # For this run only: such a transaction may have ended by the next one.
     horizon = horizon._replace(

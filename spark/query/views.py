@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from pyspark.sql import SparkSession
 
 from txbroker.errors import ConfigurationError
+from txbroker.spark.folders import qualified
 from txbroker.spark.tables.layout import TABLES
 from txbroker.spark.tables.sketch import GAMMA, PERCENTILES
 from txbroker.spark.tables.store import TableStore
@@ -136,7 +137,7 @@ def register(spark: SparkSession, store: TableStore, database: str) -> None:
 
     Raises:
         ConfigurationError: Spark has no metastore, which would be an empty one in the current
-            folder.
+            folder; or the database has the tables of another folder.
     """
     hadoop: Any = spark.sparkContext._jsc
     given = map(hadoop.hadoopConfiguration().get, _METASTORES)
@@ -150,5 +151,17 @@ def register(spark: SparkSession, store: TableStore, database: str) -> None:
     spark.sql(f"USE `{database}`")
     for table in TABLES:
         store.register(table)
+        kept, ours = _location(spark, table.name), qualified(spark, f"{store.out}/{table.name}")
+        if kept != ours:
+            raise ConfigurationError(
+                f"the table {table.name} of the database {database} is another folder's ({kept}): "
+                "name a separate database with --catalog for each output folder"
+            )
     for view in VIEWS:
         spark.sql(f"CREATE OR REPLACE VIEW {view.name} COMMENT '{view.meaning}' AS {view.sql}")
+
+
+def _location(spark: SparkSession, table: str) -> str:
+    described = spark.sql(f"DESCRIBE FORMATTED {table}").where("col_name = 'Location'")
+    row = described.first()
+    return "" if row is None else str(row["data_type"])

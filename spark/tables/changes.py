@@ -34,8 +34,8 @@ def changes(judged: JudgedRun, read: Callable[[Table], DataFrame]) -> Iterator[C
         known: list[DataFrame | None] = [None, None]
         if replaced is not None:
             known = [replaced, attempts(judged, replaced)]
-        for table, rows, held in zip((TRANSACTIONS, ATTEMPTS), parts, known, strict=True):
-            yield Change(table, rows, None if held is None else held.select(*known_keys(table)))
+        for table, rows, old in zip((TRANSACTIONS, ATTEMPTS), parts, known, strict=True):
+            yield Change(table, rows, None if old is None else old.select(*known_keys(table)))
     for change in (latency(judged, new, replaced, read), drift(judged, read)):
         if change is not None:
             yield change
@@ -50,22 +50,22 @@ def _replaced(judged: JudgedRun) -> DataFrame | None:
     A transaction that is open again leaves the table. One whose evidence is gone since keeps the
     row that it has.
     """
-    if judged.held is None or not judged.summary.states.get("gone"):
-        return judged.held
+    if judged.earlier is None or not judged.summary.states.get("gone"):
+        return judged.earlier
     gone = judged.verdicts.where("verdict = 'gone'").select("id")
-    return judged.held.join(gone, "id", "left_anti")
+    return judged.earlier.join(gone, "id", "left_anti")
 
 
 def transactions(judged: JudgedRun) -> DataFrame | None:
     """Return the rows of the transactions that ended, without those whose evidence is gone since
     an earlier run; None where there are none."""
     summary = judged.summary
-    if summary.transactions == summary.carried and judged.held is None:
+    if summary.transactions == summary.carried and judged.earlier is None:
         return None
     ended = judged.verdicts.where("NOT carry")
-    if judged.held is not None and summary.states.get("gone"):
+    if judged.earlier is not None and summary.states.get("gone"):
         gone = F.col("verdict") == "gone"
-        known = judged.held.select("id")
+        known = judged.earlier.select("id")
         ended = ended.where(~gone).unionAll(
             ended.where(gone).join(known, "id", "left_anti").select(*ended.columns)
         )
@@ -152,7 +152,7 @@ _OPEN = ("undecided", "parked")
 def latency(
     judged: JudgedRun,
     new: DataFrame | None,
-    held: DataFrame | None,
+    replaced: DataFrame | None,
     read: Callable[[Table], DataFrame],
 ) -> Change | None:
     """Return the changed minutes: the counts that they have, and those of this run's transactions,
@@ -160,9 +160,9 @@ def latency(
 
     Args:
         new: the new rows of `transactions`.
-        held: the rows that they replace.
+        replaced: the rows that they replace.
     """
-    parts = [_settled(rows, sign) for rows, sign in ((new, 1), (held, -1)) if rows is not None]
+    parts = [_settled(rows, sign) for rows, sign in ((new, 1), (replaced, -1)) if rows is not None]
     if not judged.is_part and any(map(judged.summary.states.get, ("pending", "parked"))):
         parts.append(_unsettled(judged.verdicts))
     before = judged.before
@@ -171,7 +171,7 @@ def latency(
     )
     if not parts and not were_open:
         return None
-    if before is not None and _stands(before, judged.summary) and new is None and held is None:
+    if before is not None and _stands(before, judged.summary) and new is None and replaced is None:
         return None
     current = read(LATENCY)
     still_open = "undecided > 0 OR parked > 0"
@@ -181,9 +181,11 @@ def latency(
         keys = counted.select(*known_keys(LATENCY)).distinct()
         near = current.where(F.col("day").isin(*days) | F.expr(still_open))
         touched = near.join(keys.withColumn("touched", F.lit(True)), known_keys(LATENCY), "left")
-        values = counted.unionByName(_held(judged, touched.where(f"touched OR {still_open}")))
+        values = counted.unionByName(
+            _counted_before(judged, touched.where(f"touched OR {still_open}"))
+        )
     else:
-        values = _held(judged, current.where(still_open))
+        values = _counted_before(judged, current.where(still_open))
     rows = judged.keep(_minutes(judged, values))
     return Change(LATENCY, rows, rows.select(*known_keys(LATENCY)))
 
@@ -247,7 +249,7 @@ def _counted(parts: Sequence[DataFrame]) -> DataFrame:
     return counted.select(*known_keys(LATENCY), "value.*").where("bucket IS NOT NULL")
 
 
-def _held(judged: JudgedRun, current: DataFrame) -> DataFrame:
+def _counted_before(judged: JudgedRun, current: DataFrame) -> DataFrame:
     """Return the counts in rows of the table. Open transactions count until a run has judged all of
     them again."""
     again = () if judged.is_part else _OPEN

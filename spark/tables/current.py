@@ -24,7 +24,7 @@ def day_of(id_ms: Column) -> Column:
     return F.date_from_unix_date(F.coalesce(days, F.lit(0)))
 
 
-def held_rows(
+def earlier_rows(
     store: TableStore, ids: DataFrame | None, keep: Callable[[DataFrame], DataFrame]
 ) -> DataFrame | None:
     """Return the rows of `transactions` with these ids; None where there can be none.

@@ -13,6 +13,7 @@ import msgspec
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
+from txbroker.spark.facts.messages import id_time_ms
 from txbroker.spark.schema import (
     ALL_KINDS,
     BUSINESS_KINDS,
@@ -163,13 +164,23 @@ def _end(judged: JudgedRun) -> Column:
     # A full run reads all records that there are.
     unread = F.lit("expired" if judged.is_full else None).cast("string")
     looked = F.lit(not judged.is_part) | verdict.isNotNull()
-    healed = F.lit(None if judged.business is None else "healed").cast("string")
+    # A transaction that no run knows any more is not found again, whether healed or not.
+    expired = (verdict == "gone") | (id_time_ms(F.col("id")) <= judged.unknown_to_ms)
+    group = F.col("old")["grp"]
+    other = ~group.isin(*judged.groups) if judged.groups else F.lit(False)
+    compared = F.lit(judged.business is not None) & ~F.coalesce(other, F.lit(False))
     # A part is not compared with all transactions of its order keys.
     alone = F.lit(judged.is_part) & (kind == "out_of_order") & (verdict != "gone")
     return (
         F.when((kind == "unreadable") | alone, unread)
-        .when(kind == "target_missing", F.when(F.col("removed"), "expired").when(looked, "healed"))
-        .when(kind.isin(*_BUSINESS), F.when(verdict == "gone", "expired").otherwise(healed))
+        .when(
+            kind == "target_missing",
+            F.when(F.col("removed") | (looked & expired), "expired").when(looked, "healed"),
+        )
+        .when(
+            kind.isin(*_BUSINESS),
+            F.when((verdict == "gone") | (compared & expired), "expired").when(compared, "healed"),
+        )
         .otherwise(F.coalesce(again, unread))
     )
 

@@ -1,6 +1,7 @@
 """A run as the tables see it, and what the functions that change them share."""
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -21,7 +22,8 @@ class JudgedRun(NamedTuple):
         now_ms: the run's now, by the brokers' clocks.
         verdicts: of this run, as `schema.VERDICT`.
         op: the markers of at least the transactions that ended, as `schema.OP`.
-        held: the rows of `transactions` whose ids this run has judged again; None: there are none.
+        earlier: the rows of `transactions` whose ids this run has judged again; None: there are
+            none.
         keep: caches a table until the tables were written.
         before: the summary of the run before; None where the tables have changed since, which
             costs some jobs.
@@ -30,6 +32,9 @@ class JudgedRun(NamedTuple):
         missing: transactions committed to topics that do not exist, as `MISSING`; None: no target
             is missing.
         business: findings of the comparison with the business, as `FOUND`; None: not compared.
+        groups: those whose transactions were compared with it; none: all.
+        unknown_to_ms: transactions with ids up to this time may be unknown, because retention or
+            expiry removed them; 0: none was removed.
         acknowledged: all acknowledgements of findings; one that the table has and that is missing
             here was withdrawn.
         checks: limits to compare the run with.
@@ -40,13 +45,15 @@ class JudgedRun(NamedTuple):
     now_ms: int
     verdicts: DataFrame
     op: DataFrame
-    held: DataFrame | None = None
+    earlier: DataFrame | None = None
     keep: Callable[[DataFrame], DataFrame] = DataFrame.persist
     before: RunSummary | None = None
     last: RunSummary | None = None
     broken: DataFrame | None = None
     missing: DataFrame | None = None
     business: DataFrame | None = None
+    groups: Sequence[str] = ()
+    unknown_to_ms: int = 0
     acknowledged: Sequence[Acknowledgement] = ()
     checks: Sequence[Check] = ()
 
@@ -88,6 +95,11 @@ class Change(NamedTuple):
 def known_keys(table: Table) -> list[str]:
     """Return the columns that find a row: its partition, and its keys."""
     return ["day", *table.keys]
+
+
+def same_keys(table: Table, one: DataFrame, other: DataFrame) -> Column:
+    """Return whether rows of two tables have the same day and keys, null or not."""
+    return reduce(Column.__and__, (one[key].eqNullSafe(other[key]) for key in known_keys(table)))
 
 
 def shaped(table: Table, rows: DataFrame) -> DataFrame:

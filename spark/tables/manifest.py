@@ -25,12 +25,15 @@ class Manifest(Struct, frozen=True):
         installation: the `topic_prefix`.
         format: of the tables: `parquet`, `delta` or `iceberg`.
         version: of the tables.
+        series: of the audits that write them, as their journal names it; None: not known, as an
+            earlier version wrote the file.
         expired_before: rows of earlier days were removed, ISO 8601; None: no rows were.
     """
 
     installation: str
     format: str = PARQUET
     version: int = TABLES_VERSION
+    series: str | None = None
     expired_before: str | None = None
 
 
@@ -43,16 +46,18 @@ def manifest_of(
     content: bytes | None,
     installation: str | None = None,
     table_format: str | None = None,
+    series: str | None = None,
 ) -> Manifest | None:
     """Parse and check a `tables.json`; return None where there is none.
 
     Args:
         out: the output folder, for messages.
         content: of the file; None where it does not exist.
-        installation, table_format: those that are expected; None: any.
+        installation, table_format, series: those that are expected; None: any.
 
     Raises:
-        ConfigurationError: it does not parse, or is another version's, installation's or format's.
+        ConfigurationError: it does not parse, or is another version's, installation's, format's or
+            series'.
     """
     if content is None:
         return None
@@ -79,10 +84,15 @@ def manifest_of(
             f"the tables in {out} have the format {manifest.format}, not {table_format}: leave out "
             "--format, or name another folder with --out"
         )
+    if series is not None and manifest.series not in (None, series):
+        raise ConfigurationError(
+            f"the tables in {out} belong to audits with another data folder: name it with "
+            "--data-dir; where it is lost, `txbroker audit run --full` takes the tables over"
+        )
     return manifest
 
 
-def check_local(out: str, installation: str, table_format: str | None) -> None:
+def check_local(out: str, installation: str, table_format: str | None, series: str | None) -> None:
     """Check the output folder of a run if it is on this machine, and create it.
 
     Raises:
@@ -103,4 +113,4 @@ def check_local(out: str, installation: str, table_format: str | None) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigurationError(f"the output folder {out} cannot be used: {error}") from None
-    manifest_of(out, content, installation, table_format)
+    manifest_of(out, content, installation, table_format, series)

@@ -5,10 +5,9 @@ the table as before or as after it. Both formats are brought by the user, as pac
 """
 
 import zlib
-from functools import reduce
 
 from pyspark.errors import AnalysisException
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructField
 
@@ -16,6 +15,7 @@ from txbroker.errors import ConfigurationError
 from txbroker.spark.folders import exists, names_in
 from txbroker.spark.session import has_class, setting
 from txbroker.spark.tables.formats import TableFormat
+from txbroker.spark.tables.judged import same_keys
 from txbroker.spark.tables.layout import Table
 
 _GONE = "_gone"
@@ -68,7 +68,7 @@ class MergedTables:
         if exists(self._spark, f"{staged}/known"):
             schema = rows.select(keys).schema
             known = self._spark.read.schema(schema).parquet(f"{staged}/known")
-            gone = known.join(rows, _same(known, rows, table.keys), "left_anti")
+            gone = known.join(rows, same_keys(table, known, rows), "left_anti")
             source = source.unionByName(gone.withColumn(_GONE, F.lit(True)), True)
             days = days.union(known.select("day"))
         dates = ", ".join(f"DATE'{row.day}'" for row in days.distinct().collect())
@@ -143,7 +143,3 @@ class MergedTables:
     def _filled(self, text: str, table: Table | None = None) -> str:
         name = "" if table is None else table.name
         return text.format(out=self._out, catalog=self._catalog, table=name)
-
-
-def _same(one: DataFrame, other: DataFrame, keys: tuple[str, ...]) -> Column:
-    return reduce(Column.__and__, (one[key].eqNullSafe(other[key]) for key in keys))

@@ -24,6 +24,7 @@ from txbroker.spark.folders import (
 )
 from txbroker.spark.schema import no_rows
 from txbroker.spark.session import setting
+from txbroker.spark.tables.judged import known_keys, same_keys
 from txbroker.spark.tables.layout import Table
 
 _TIMESTAMP_TYPE = "spark.sql.parquet.outputTimestampType"
@@ -51,11 +52,11 @@ class ParquetTables:
         """Write new rows, and the other rows of files that hold known ones."""
         replaced: list[str] = []
         if known is not None and exists(self._spark, self._folder(table)):
-            keys = ["day", *table.keys]
-            replaced = self._files_with(table, known.select(keys))
+            replaced = self._files_with(table, known)
             paths = [f"{self._folder(table)}/{name}" for name in replaced]
             if paths:
-                rest = self._files(table, paths).join(known, keys, "left_anti")
+                held = self._files(table, paths)
+                rest = held.join(known, same_keys(table, held, known), "left_anti")
                 rows = rows.unionByName(rest)
         # As few files as hold the rows of a day.
         self._write(staged, rows.hint("rebalance", "day"), replaced)
@@ -111,10 +112,11 @@ class ParquetTables:
         days = [row["day"] for row in known.select("day").distinct().collect()]
         reader = self._spark.read.schema(table.ddl).parquet(self._folder(table))
         named = reader.where(F.col("day").isin(days)).select(
-            "day", *table.keys, F.col("_metadata.file_name").alias("file")
+            *known_keys(table), F.col("_metadata.file_name").alias("file")
         )
-        held = named.join(known, ["day", *table.keys], "left_semi").select("day", "file").distinct()
-        return [f"day={row['day'].isoformat()}/{row['file']}" for row in held.collect()]
+        found = named.join(known, same_keys(table, named, known), "left_semi")
+        files = found.select("day", "file").distinct().collect()
+        return [f"day={row['day'].isoformat()}/{row['file']}" for row in files]
 
     def _folder(self, table: Table) -> str:
         return f"{self._out}/{table.name}"

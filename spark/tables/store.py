@@ -61,14 +61,18 @@ class TableStore:
 
     Attributes:
         out: the output folder.
-        manifest: what `tables.json` holds, or will hold once a run stages rows.
-        exists: whether there are tables.
+        manifest: what `tables.json` holds once a run has staged rows.
     """
 
     def __init__(
-        self, spark: SparkSession, out: str, manifest: Manifest, engine: Engine, *, exists: bool
+        self,
+        spark: SparkSession,
+        out: str,
+        manifest: Manifest,
+        engine: Engine,
+        stored: Manifest | None,
     ) -> None:
-        self.out, self.manifest, self.exists = out, manifest, exists
+        self.out, self.manifest, self._stored = out, manifest, stored
         self._spark, self._engine = spark, engine
 
     def read(self, table: Table) -> DataFrame:
@@ -85,7 +89,7 @@ class TableStore:
             known: `day` and the key columns of rows that the table may hold, each once; those rows
                 are removed. It is read several times. None: the table holds none of `rows`.
         """
-        if not self.exists:
+        if self._stored != self.manifest:
             self.write(self.manifest)
         columns = no_rows(self._spark, table.ddl).columns
         self._engine.stage(f"{self._staged}/run={run}/{table.name}", table, rows[columns], known)
@@ -128,11 +132,16 @@ class TableStore:
         """Replace `tables.json`."""
         content = msgspec.json.encode(manifest)
         write_whole(self._spark, f"{self.out}/{MANIFEST_FILE}", content)
-        self.manifest, self.exists = manifest, True
+        self.manifest = self._stored = manifest
 
-    def expire_before(self, day: str) -> None:
+    def note_expiry(self, day: str) -> None:
         """Note that rows of earlier days were removed. `day`: ISO 8601."""
         self.write(structs.replace(self.manifest, expired_before=day))
+
+    @property
+    def exists(self) -> bool:
+        """Whether there are tables."""
+        return self._stored is not None
 
     @property
     def expired_ms(self) -> int:
@@ -146,7 +155,13 @@ class TableStore:
 
 
 def open_store(
-    spark: SparkSession, out: str, installation: str | None = None, table_format: str | None = None
+    spark: SparkSession,
+    out: str,
+    installation: str | None = None,
+    table_format: str | None = None,
+    series: str | None = None,
+    *,
+    takes_over: bool = False,
 ) -> TableStore:
     """Open the tables below an output folder; where there are none, the first run makes them.
 
@@ -154,14 +169,18 @@ def open_store(
         out: a path, or a URI that Hadoop knows.
         installation: the `topic_prefix`; None: that of the tables.
         table_format: None: that of the tables, or Parquet where there are none.
+        series: of the audits that write the tables; None: any, for a reader.
+        takes_over: the tables belong to this series from its first staged rows on.
 
     Raises:
         ConfigurationError: the tables do not fit, or the folder cannot be read.
     """
     out = out.rstrip("/")
     content = read_bytes(spark, f"{out}/{MANIFEST_FILE}")
-    found = manifest_of(out, content, installation, table_format)
+    expected = None if takes_over else series
+    found = manifest_of(out, content, installation, table_format, expected)
     manifest = found or Manifest(installation or "", table_format or PARQUET)
+    manifest = structs.replace(manifest, series=series or manifest.series)
     merged = MERGED.get(manifest.format)
     engine = ParquetTables(spark, out) if merged is None else MergedTables(spark, out, merged)
-    return TableStore(spark, out, manifest, engine, exists=found is not None)
+    return TableStore(spark, out, manifest, engine, found)

@@ -54,7 +54,7 @@ def expire(spark: SparkSession, out: str, data_dir: Path, keep_days: int) -> dat
             return None
         first = min(newest, datetime.now(UTC).date()) - timedelta(days=keep_days)
         if first.isoformat() > (store.manifest.expired_before or ""):
-            store.expire_before(first.isoformat())
+            store.note_expiry(first.isoformat())
         for table in TABLES:
             old = store.read(table).where(F.col("day") < F.lit(first))
             if table is DRIFT:
@@ -71,7 +71,7 @@ def _changing(spark: SparkSession, out: str, data_dir: Path) -> Iterator[TableSt
     """Yield the tables, locked; apply at the end of the block what it has staged."""
     journal = Journal(data_dir / JOURNAL_FILE)
     with tables_locked(data_dir):
-        store = open_store(spark, out)
+        store = open_store(spark, out, series=journal.series())
         if not store.exists:
             raise ConfigurationError(
                 f"there are no tables in {out}: name the output folder of audits with --out"

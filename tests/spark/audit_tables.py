@@ -23,7 +23,7 @@ OF_RUN = (
 
 
 class Audited(NamedTuple):
-    """A run, and its verdicts by id, without `day`: that of a foreign id may be beyond Python's."""
+    """A run, and its verdicts by id."""
 
     summary: RunSummary
     rows: dict[str, dict[str, Any]]
@@ -31,7 +31,7 @@ class Audited(NamedTuple):
     @property
     def carried(self) -> dict[str, dict[str, Any]]:
         """The verdicts that the next run judges again."""
-        return {id: {**row, "run": ""} for id, row in self.rows.items() if row["carry"]}
+        return {id: row for id, row in self.rows.items() if row["carry"]}
 
 
 def audited(spark: SparkSession, access: Any, settings: AuditSettings) -> Audited:
@@ -39,7 +39,7 @@ def audited(spark: SparkSession, access: Any, settings: AuditSettings) -> Audite
     found: list[dict[str, Any]] = []
 
     def kept(verdicts: DataFrame, now_ms: int) -> Any:
-        found.extend(row.asDict(recursive=True) for row in verdicts.drop("day").collect())
+        found.extend(row.asDict(recursive=True) for row in verdicts.collect())
         return add_up(verdicts, now_ms)
 
     with mock.patch("txbroker.spark.run.add_up", kept):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from tests.spark.conftest import SPARK_CONF
 from tests.spark.table_cases import FIRST, SECOND, add, new_store, settled
+from txbroker.errors import ConfigurationError
 from txbroker.spark.query.views import VIEWS, register
 from txbroker.spark.session import SparkSettings, spark_session
 
@@ -24,6 +26,11 @@ def main(folder: Path) -> None:
             add(store, spark, run, settled(run, day, run))
             register(spark, store, "shop")
             print(spark.table("shop.transactions").count(), flush=True)
+        other = new_store(spark, folder / "other", "parquet")
+        add(other, spark, "1", settled("1", FIRST, "1"))
+        with suppress(ConfigurationError):
+            register(spark, other, "shop")
+            print("tables of another folder")
         for view in VIEWS:
             spark.table(f"shop.{view.name}").collect()
 

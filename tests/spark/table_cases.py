@@ -184,6 +184,23 @@ def compaction_waits_for_runs(spark: SparkSession, store: TableStore) -> None:
     assert transactions(store) == [*((run, FIRST, run) for run in "123"), ("a", FIRST, "3")]
 
 
+def tables_belong_to_one_series(spark: SparkSession, store: TableStore) -> None:
+    """Other audits neither change nor compact them, until a full run takes them over."""
+    out, kind = store.out, store.manifest.format
+    add(open_store(spark, out, "shop", kind, "ours"), spark, "1", settled("a", FIRST, "1"))
+    theirs = "belong to audits with another data folder"
+    with pytest.raises(ConfigurationError, match=theirs):
+        compact(spark, out, Path(out).parent)
+    with pytest.raises(ConfigurationError, match=theirs):
+        open_store(spark, out, "shop", kind, "new")
+    taken = open_store(spark, out, "shop", kind, "new", takes_over=True)
+    open_store(spark, out, "shop", kind, "ours")  # it has not changed them yet
+    add(taken, spark, "2", settled("b", FIRST, "2"))
+    assert transactions(store) == [("a", FIRST, "1"), ("b", FIRST, "2")]
+    with pytest.raises(ConfigurationError, match=theirs):
+        open_store(spark, out, "shop", kind, "ours")
+
+
 def a_broken_table_is_named(spark: SparkSession, store: TableStore) -> None:
     add(store, spark, "1", settled("a", FIRST, "1"))
     folder = Path(store.out, "transactions")
@@ -203,6 +220,7 @@ CASES: tuple[Case, ...] = (
     expiry_keeps_open_findings,
     upkeep_completes_earlier_changes,
     compaction_waits_for_runs,
+    tables_belong_to_one_series,
 )
 MERGED_CASES = (*CASES, a_broken_table_is_named)
 

@@ -43,7 +43,7 @@ def verdict(id: str, state: str = "promoted", **fields: Any) -> Row:
     findings = fields.get("findings", [])
     settled = "settled" if state in ("promoted", "rolled_back") else state
     return {
-        "run": "", "id": id, "day": None, "findings": [], "state": state, "grp": "g",
+        "id": id, "findings": [], "state": state, "grp": "g",
         "verdict": findings[0] if findings else settled, "decision": None, "source": None,
         "prepared_at_ms": None, "decided_at_ms": None, "visible_at_ms": None, "attempts": 0,
         "messages": 1, "topics": ["orders"], "half_partition": 0, "half_offset": None,
@@ -76,6 +76,8 @@ class Tables:
         broken: Sequence[Row] = (),
         missing: Sequence[Row] | None = None,
         business: Sequence[Row] | None = None,
+        groups: Sequence[str] = (),
+        unknown_to_ms: int = 0,
         acknowledged: Sequence[Acknowledgement] = (),
     ) -> Mapping[str, list[Row]]:
         """Apply a run; return the rows that it has changed, by table."""
@@ -99,6 +101,8 @@ class Tables:
             broken=make(broken, schema.BROKEN),
             missing=None if missing is None else make(missing, MISSING),
             business=None if business is None else make(business, FOUND),
+            groups=groups,
+            unknown_to_ms=unknown_to_ms,
             acknowledged=acknowledged,
             keep=self._keep,
         )

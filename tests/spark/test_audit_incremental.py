@@ -239,7 +239,7 @@ def test_deleted_facts_and_expired_rows_cause_no_finding(
     assert {row["verdict"] for row in runs.rows().values()} == {"settled"}
     store = open_store(spark, runs.settings.out)
     last_day = max(row["day"] for row in runs.rows().values())
-    store.expire_before((last_day + timedelta(1)).isoformat())
+    store.note_expiry((last_day + timedelta(1)).isoformat())
     shutil.rmtree(tmp_path / "out/transactions")
     world.now_ms += 86_400_000
     last = runs.audit(world.end(), business=business)

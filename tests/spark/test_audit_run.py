@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import subprocess
 import sys
 import time
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 NOW_MS = 1_700_000_000_000
-DAY = datetime.date(2023, 11, 14)
 
 
 # --- one at a time -----------------------------------------------------------------------------
@@ -157,7 +155,7 @@ def test_unknown_output_file_system_is_one_sentence(spark: SparkSession) -> None
 
 def verdict(id: str, word: str = "settled", **fields: Any) -> dict[str, Any]:
     return {
-        "id": id, "day": DAY, "verdict": word, "findings": [], "state": "promoted", "grp": "g",
+        "id": id, "verdict": word, "findings": [], "state": "promoted", "grp": "g",
         "decision": "commit", "source": "producer", "prepared_at_ms": NOW_MS - 1000,
         "decided_at_ms": NOW_MS - 900, "visible_at_ms": NOW_MS - 400, "attempts": 0,
         "messages": 1, "topics": ["t"], "half_partition": 0, "half_offset": 1, "op_offset": 2,
@@ -166,7 +164,7 @@ def verdict(id: str, word: str = "settled", **fields: Any) -> dict[str, Any]:
 
 
 def table(spark: SparkSession, *rows: dict[str, Any]) -> DataFrame:
-    return spark.createDataFrame([{"run": None, **row} for row in rows], VERDICT)
+    return spark.createDataFrame(list(rows), VERDICT)
 
 
 def test_newest_verdict_counts_unless_it_is_gone(spark: SparkSession, tmp_path: Path) -> None:
@@ -174,7 +172,7 @@ def test_newest_verdict_counts_unless_it_is_gone(spark: SparkSession, tmp_path: 
     store = open_store(spark, folders.out, "shop")
     earlier = {"a": "gone", "b": "settled", "c": "settled", "d": "settled", "old": "settled"}
     made = [
-        {"id": id, "day": DAY, "verdict": word, "run": "0" if id == "old" else "1"}
+        {"id": id, "verdict": word, "run": "0" if id == "old" else "1"}
         for id, word in earlier.items()
     ]
     store.stage("1", TRANSACTIONS, spark.createDataFrame(made, TRANSACTIONS.ddl))
@@ -184,7 +182,6 @@ def test_newest_verdict_counts_unless_it_is_gone(spark: SparkSession, tmp_path: 
     assert (tmp_path / "out/verdicts/run=2/verdict=visible_twice").is_dir()
     written = read_verdicts(spark, folders, "2")
     assert written.columns == spark.createDataFrame([], VERDICT).columns
-    assert {(row["run"], row["day"], *row["findings"]) for row in written.collect()} == {("2", DAY)}
     found = current_verdicts(store, written, "1").collect()
     assert sorted((row["id"], row["verdict"]) for row in found) == [
         ("a", "settled"), ("b", "visible_twice"), ("c", "settled"), ("d", "settled"),

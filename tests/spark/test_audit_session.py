@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ from txbroker.spark.launch.failures import (
     why_not_launched,
     why_not_started,
 )
-from txbroker.spark.launch.java import java_home
+from txbroker.spark.launch.java import ClassArchive, java_home
 from txbroker.spark.progress import SparkProgress, StageProgress, StageTotals, StageWatch, short
 
 if TYPE_CHECKING:
@@ -369,6 +370,26 @@ def test_stream_restarted_too_late_names_the_next_step(output: str) -> None:
         raise StreamingQueryException(output)
     with pytest.raises(StreamingQueryException, match="a disk"), gaps_in_words():
         raise StreamingQueryException("a disk is full")
+
+
+def test_archive_of_classes_is_kept_after_a_whole_session(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    home, jars = tmp_path / "java", tmp_path / "jars"
+    for whole in (False, True):
+        archive = ClassArchive(home, jars)
+        made = re.fullmatch(r'"-XX:ArchiveClassesAtExit=(.+)"', archive.option)
+        assert made is not None
+        Path(made[1]).touch()  # as Java does when it ends
+        archive.keep(whole)
+        assert not Path(made[1]).exists()
+    kept = ClassArchive(home, jars)
+    assert re.fullmatch(r'"-XX:SharedArchiveFile=.+\.jsa"', kept.option)
+    kept.keep(whole=True)
+    assert ClassArchive(home, jars).option == kept.option
+    jars.mkdir()  # other jars of Spark
+    assert "ArchiveClassesAtExit" in ClassArchive(home, jars).option
 
 
 def test_jars_are_resolved_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 import pytest
 
+from tests.kit.until import until
 from tests.spark import released_tables
 from tests.spark.released_tables import DAY, INSTALLATION, ROWS
 from txbroker.errors import ConfigurationError, TxbrokerError
@@ -133,7 +134,7 @@ def test_a_run_that_is_killed_while_it_is_applied_is_completed(
 
 
 @pytest.mark.needs_root
-def test_a_full_disk_loses_nothing(spark: SparkSession, out: Path) -> None:
+async def test_a_full_disk_loses_nothing(spark: SparkSession, out: Path) -> None:
     size = 1 << 20
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", out], check=True)
     try:
@@ -146,6 +147,9 @@ def test_a_full_disk_loses_nothing(spark: SparkSession, out: Path) -> None:
         )
         with pytest.raises(TxbrokerError, match="a disk is full"), in_words(None):
             store.stage("run2", TRANSACTIONS, many)
+        tracker: Any = spark.sparkContext._jsc.sc().statusTracker()
+        # A task of the failed job may still hold its file.
+        await until(lambda: not any(e.numRunningTasks() for e in tracker.getExecutorInfos()))
         store.discard("run2")
         stage(spark, out)
         filler = out / "filler"
@@ -203,6 +207,10 @@ UNFIT = {
         '{"version": 1, "installation": "shop", "format": "delta"}',
         "have the format delta, not parquet: leave out --format",
     ),
+    "another series": (
+        '{"version": 1, "installation": "shop", "series": "theirs"}',
+        "belong to audits with another data folder: name it with --data-dir; .* --full",
+    ),
     "cut off": ('{"version": 1, "insta', r"tables\.json does not parse"),
     "empty": ("", r"tables\.json does not parse"),
 }
@@ -216,15 +224,15 @@ def test_unfit_tables_are_one_sentence_before_spark_starts_and_after(
     (tmp_path / "tables.json").write_text(content)
     for text in (str(tmp_path), tmp_path.as_uri()):
         with pytest.raises(ConfigurationError, match=words):
-            check_local(text, "shop", "parquet")
+            check_local(text, "shop", "parquet", "ours")
         with pytest.raises(ConfigurationError, match=words):
-            open_store(spark, text, "shop", "parquet")
+            open_store(spark, text, "shop", "parquet", "ours")
 
 
 def test_unusable_output_folder_is_one_sentence_before_spark_starts(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match=r"output folder .*file cannot be used"):
-        check_local(str(tmp_path / "file"), "shop", None)
-    check_local(str(tmp_path / "new"), "shop", None)
+        check_local(str(tmp_path / "file"), "shop", None, None)
+    check_local(str(tmp_path / "new"), "shop", None, None)
     assert list(tmp_path.joinpath("new").iterdir()) == []
-    check_local("s3a://nowhere/x", "shop", None)
+    check_local("s3a://nowhere/x", "shop", None, None)
