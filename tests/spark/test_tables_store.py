@@ -147,10 +147,8 @@ async def test_a_full_disk_loses_nothing(spark: SparkSession, out: Path) -> None
         )
         with pytest.raises(TxbrokerError, match="a disk is full"), in_words(None):
             store.stage("run2", TRANSACTIONS, many)
-        tracker: Any = spark.sparkContext._jsc.sc().statusTracker()
-        # A task of the failed job may still hold its file.
-        await until(lambda: not any(e.numRunningTasks() for e in tracker.getExecutorInfos()))
         store.discard("run2")
+        await until(lambda: has_room(spark, out, size // 2))
         stage(spark, out)
         filler = out / "filler"
         with contextlib.suppress(OSError), filler.open("wb") as file:
@@ -164,6 +162,14 @@ async def test_a_full_disk_loses_nothing(spark: SparkSession, out: Path) -> None
         assert runs_of(store) == NEW_ROWS
     finally:
         subprocess.run(["umount", out], check=True)
+
+
+def has_room(spark: SparkSession, folder: Path, size: int) -> bool:
+    """Return whether a disk has so much room, after Java has closed the files that Spark's failed
+    tasks have left open."""
+    jvm: Any = spark.sparkContext._jvm
+    jvm.java.lang.System.gc()
+    return shutil.disk_usage(folder).free > size
 
 
 # --- other versions ------------------------------------------------------------------------------
