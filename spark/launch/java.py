@@ -92,10 +92,17 @@ class ClassArchive:
         """Keep a new archive after the end of Java, or remove it unless the session was `whole`:
         one that failed has loaded few classes."""
         with suppress(OSError):  # the next session makes one
-            if whole:
-                self._fresh.replace(self._path)
-            else:
+            if not whole:
                 self._fresh.unlink(missing_ok=True)
+                return
+            with self._fresh.open("rb") as made:
+                os.fsync(made)  # Java crashes with a part of an archive
+            self._fresh.replace(self._path)
+
+    def drop(self) -> None:
+        """Remove the archive, with which Java does not start."""
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
 
 
 def _state(path: Path) -> tuple[Path, int]:
