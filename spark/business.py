@@ -11,7 +11,7 @@ dedup window after that time is void. Transactions still open at the bounds are 
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,7 @@ def compare(
     terms: Terms,
     *,
     keep: "Callable[[DataFrame, StorageLevel], DataFrame] | None" = None,
-    known_from_ms: int = 0,
+    unknown_to_ms: Mapping[int, int] = {},
     half_partitions: int = 1,
 ) -> tuple["DataFrame", dict[str, int]]:
     """Compare messages with rows; call it after the topics were read.
@@ -90,8 +90,8 @@ def compare(
             of the logs, of earlier ones.
         terms: the terms of the verdicts.
         keep: caches a table until the result was used; None: until Spark ends.
-        known_from_ms: append time of the first half message kept, or the last time in the ids of
-            deleted verdicts; 0 where nothing was removed. Older transactions may be unknown.
+        unknown_to_ms: the last time in ids of transactions that may be unknown because retention or
+            expiry removed them, by half partition, where there are any.
         half_partitions: number of parallel reads of a table.
 
     Returns:
@@ -120,7 +120,7 @@ def compare(
         F.coalesce("decided_at_ms", "prepared_at_ms").alias("decided_ms"),
     )
     joined = rows.join(known, "id", "full_outer").withColumn("id_ms", id_time_ms(F.col("id")))
-    kind = _kind(business, terms, known_from_ms)
+    kind = _kind(business, terms, unknown_to_ms)
     compared = joined.select(
         *("id", kind.alias("kind"), "grp", "place.topic", "place.partition", "place.offset"),
         F.coalesce("rows", F.lit(0)).alias("rows"),
@@ -137,9 +137,12 @@ def compare(
     return findings.withColumn("why", F.create_map(*meanings)[F.col("kind")]), counts
 
 
-def _kind(business: BusinessTable, terms: Terms, known_from_ms: int) -> "Column":
+def _kind(business: BusinessTable, terms: Terms, unknown_to_ms: Mapping[int, int]) -> "Column":
     """Return the finding or count of a transaction and its rows; null: none."""
     from pyspark.sql import functions as F
+
+    from txbroker.spark.facts.messages import id_partition
+    from txbroker.spark.judge.horizon import of_partition
 
     visible, state = F.col("visible"), F.col("state")
     ours = F.col("grp").isin(*business.groups) if business.groups else F.lit(True)
@@ -148,8 +151,7 @@ def _kind(business: BusinessTable, terms: Terms, known_from_ms: int) -> "Column"
     # A half message of that time would be void by now.
     closed = F.col("id_ms") < terms.now_ms - terms.dedup_window_ms
     without_row = F.when(visible & ours & old, MESSAGE_WITHOUT_ROW)
-    # A half message is at most one dedup window away from its id's time.
-    taken = F.lit(known_from_ms > 0) & (F.col("id_ms") <= known_from_ms + terms.dedup_window_ms)
+    taken = F.col("id_ms") <= of_partition(unknown_to_ms, id_partition(F.col("id")))
     unknown = F.when(taken, "rows_gone").when(closed, ROW_WITHOUT_MESSAGE).otherwise("rows_young")
     return (
         F.when(F.col("rows").isNull(), without_row)

@@ -118,7 +118,13 @@ def settled(data_dir: Path, store: TableStore, journal: Journal) -> Iterator[Non
 
 
 def settle(store: TableStore, journal: Journal) -> None:
-    """Apply the staged changes that count; the caller holds `tables_locked`."""
+    """Apply the staged changes that count, and remove others, which died runs and the series of
+    audits before this one have left; the caller holds `tables_locked`."""
+    series = journal.series()
+    if store.series not in (None, series):
+        return  # another series has taken the tables over
     for run in store.staged_runs():
         if store.is_concluded(run) or journal.get(run) is not None:
             store.apply(run)
+        elif store.series == series:
+            store.discard(run)

@@ -38,6 +38,7 @@ from txbroker.spark.facts.history import (
 )
 from txbroker.spark.folders import Folders, read_verdicts, runs_in, write_verdicts
 from txbroker.spark.journal import JOURNAL_FILE, Journal
+from txbroker.spark.judge.horizon import SavedHorizon
 from txbroker.spark.judge.scope import (
     Scope,
     judge_scope,
@@ -166,9 +167,15 @@ class _Audit:
         if newest is not None:
             # Names sort in order of the runs.
             self._started_ms = max(self._started_ms, newest.started_ms + 1)
-        # A run of a part changes what the next run finds in the tables.
-        self._known = self._last if self._last == newest else None
+        # A part changes what the next run finds in the tables, and a full run may find others.
+        continues = settings.mode == "incremental" and self._last == newest
+        self._known = self._last if continues else None
         self._run = run_name(self._started_ms)
+        if settings.mode == "rejudged" and newest is not None and newest.mode == "part":
+            raise ConfigurationError(
+                "the newest run judged a part, which the stored facts do not hold: run "
+                "`txbroker audit run` before --rejudge"
+            )
         before = self._before()
         # Ages follow the brokers' clocks, not this machine's; only the run's name does not.
         now_ms = settings.terms.now_ms or self._now_ms()
@@ -184,14 +191,13 @@ class _Audit:
 
     def _opened(self) -> TableStore:
         settings = self._settings
-        return open_store(
-            self._spark,
-            settings.out,
-            settings.names.prefix,
-            settings.table_format,
-            self._journal.series(),
-            takes_over=settings.mode == "full",
+        series = self._journal.series()
+        expected = None if settings.mode == "full" else series
+        store = open_store(
+            self._spark, settings.out, settings.names.prefix, settings.table_format, expected
         )
+        store.belong_to(series)
+        return store
 
     def _before(self) -> CarriedState | None:
         """Return the state that this run continues, or judges again; None: it reads the topics from
@@ -237,6 +243,10 @@ class _Audit:
         """Return the folders that nothing needs once this run counts."""
         if not self._continues:
             return (self._folders.facts(self._run),)
+        if self._store.series not in (None, self._journal.series()):
+            # It takes the tables over, and the folders of all that no later run continues.
+            kinds = (self._folders.facts, self._folders.carry, self._folders.verdicts)
+            return tuple(kind(run) for kind in kinds for run in runs_in(self._spark, kind("")))
         if self._last is None:
             return ()
         last = self._last.run
@@ -271,7 +281,7 @@ class _Audit:
                 settings.names,
                 self._terms,
                 before,
-                self._last.cut if self._last is not None and self._continues else None,
+                self._last.cut if self._last is not None else None,
                 settings.part if settings.mode == "part" else None,
             )
         rows = staged.rows + (0 if before is None else sum(before.chain.rows.values()))
@@ -319,8 +329,8 @@ class _Audit:
         with settled(self._settings.data_dir, self._store, self._journal):
             self._store = self._opened()  # expiry may have removed rows since the run began
             missing = self._missing(current, cut)
-            known_ms = max(*horizon.half_begin_ms.values(), self._store.expired_ms, 0)
-            business, compared = self._compared(current, known_ms, len(cut.half.ends))
+            unknown_to_ms = self._unknown_to_ms(horizon, len(cut.half.ends))
+            business, compared = self._compared(current, unknown_to_ms)
             summary = with_topics_and_business(summary, missing, business, compared)
             self._on_stage("writing the tables")
             # A run of a part may have written rows of any transaction that this one has judged.
@@ -340,7 +350,7 @@ class _Audit:
                 missing=missing,
                 business=business,
                 groups=self._settings.business.groups if self._settings.business else (),
-                unknown_to_ms=known_ms and known_ms + self._terms.dedup_window_ms,
+                unknown_to_ms=unknown_to_ms,
                 acknowledged=self._journal.acknowledged(),
                 checks=self._settings.checks,
             )
@@ -376,8 +386,16 @@ class _Audit:
         op = self._settings.names.op
         return self._kept(committed_to_missing(current(), op, cut, self._terms))
 
+    def _unknown_to_ms(self, horizon: SavedHorizon, partitions: int) -> dict[int, int]:
+        """Return the last time in ids of transactions that retention or expiry may have removed, by
+        half partition."""
+        begins, expired_ms = horizon.half_begin_ms, self._store.expired_ms
+        known_ms = {p: max(begins.get(p, 0), expired_ms) for p in range(partitions)}
+        # A half message is at most one dedup window away from its id's time.
+        return {p: ms + self._terms.dedup_window_ms for p, ms in known_ms.items() if ms}
+
     def _compared(
-        self, current: Callable[[], DataFrame], known_from_ms: int, half_partitions: int
+        self, current: Callable[[], DataFrame], unknown_to_ms: dict[int, int]
     ) -> tuple[DataFrame | None, dict[str, int]]:
         """Return the findings of the comparison with the business, and its counts."""
         business = self._settings.business
@@ -390,8 +408,7 @@ class _Audit:
             business,
             self._terms,
             keep=self._kept,
-            known_from_ms=known_from_ms,
-            half_partitions=half_partitions,
+            unknown_to_ms=unknown_to_ms,
         )
 
 

@@ -280,10 +280,10 @@ class Part(Struct, frozen=True):
         return max(self.from_ms - 2 * terms.dedup_window_ms - _MARGIN_MS, 0)
 
     def id_times_ms(self, terms: Terms) -> tuple[int, int]:
-        """Return the first and last time in the ids of these transactions, and of those that may
-        hold their `dedup_key`."""
-        margin_ms = terms.dedup_window_ms + _MARGIN_MS
-        return self.read_from_ms(terms) - margin_ms, self.to_ms + margin_ms
+        """Return the first and last time in the ids of these transactions, whose half messages are
+        at most one dedup window away from it: earlier ones may not have been read."""
+        window_ms = terms.dedup_window_ms
+        return self.read_from_ms(terms) + window_ms, self.to_ms + window_ms + _MARGIN_MS
 
 
 class TopicRead(Struct, frozen=True):

@@ -84,6 +84,7 @@ _PYTHON_LOGGERS = ("DataFrameQueryContextLogger", "SQLQueryContextLogger")
 _PACKAGES = ("pyspark", "pandas", "pyarrow", "google.protobuf")
 _END_TIMEOUT_S = 60.0
 """Java writes its archive of classes in some seconds."""
+_CRASH = "fatal error has been detected by the Java Runtime"
 _LOG_TO_FILE = """\
 rootLogger.level = warn
 rootLogger.appenderRef.file.ref = file
@@ -118,11 +119,14 @@ class SparkSettings(Struct, frozen=True):
         master: Spark's master URL; empty: that of `spark-submit`, else `local[*]`.
         conf: Spark's own settings, which override ours.
         verbose: show the output of Spark and Java on stderr.
+        archives: write the archive of Java's classes where there is none, at the end: a session
+            that does what most sessions do.
     """
 
     master: str = ""
     conf: Mapping[str, str] = {}
     verbose: bool = False
+    archives: bool = False
 
 
 @contextlib.contextmanager
@@ -187,7 +191,7 @@ def _started(settings: SparkSettings, folder: Path) -> Iterator["SparkSession"]:
             gateway = launch_gateway(given, output)  # type: ignore[no-untyped-call]
         except Exception as error:
             why = why_not_launched(log, error)
-            if archive is not None and archive.is_there:
+            if archive is not None and _CRASH in log.read_text(errors="replace"):
                 archive.drop()
                 why += ". Java's archive of classes may be damaged and was removed: try again"
             raise ConfigurationError(why) from None
@@ -223,7 +227,8 @@ def _class_archive(settings: SparkSettings, home: str | None) -> ClassArchive | 
     archive = ClassArchive(None if home is None else Path(home), spark / "jars")
     given = settings.conf.get("spark.driver.extraJavaOptions", "")
     own = re.search(r"SharedArchiveFile|ArchiveClassesAtExit|-Xshare", given)
-    return None if own or (settings.verbose and not archive.is_there) else archive
+    makes = settings.archives and not settings.verbose
+    return archive if not own and (archive.is_there or makes) else None
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
+from msgspec import structs
 
 from txbroker.cli.audit.run import journal_of, names_of, output_folder, started, terms_of
 from txbroker.cli.run import CommandFailed, usage_errors
@@ -111,7 +112,8 @@ def run_all(
                 _check(settings, request, several, journal.series())
                 accepted.append(settings)
         if accepted:
-            session, bar = stack.enter_context(started(spark))
+            writing = structs.replace(spark, archives=True)
+            session, bar = stack.enter_context(started(writing))
         for settings in accepted:
             if several:
                 _notice(f"Installation {settings.topic_prefix}:")
@@ -176,7 +178,12 @@ def _run(
         if request.report is not None:
             on_stage("writing the report")
             report_run(
-                session, _report_of(settings, request.report, several), summary, journal, out
+                session,
+                _report_of(settings, request.report, several),
+                summary,
+                journal,
+                settings,
+                out,
             )
     except Exception as error:
         # The run is in the journal, so it counts.

@@ -103,12 +103,18 @@ def _write_events(
 
 
 def report_run(
-    session: SparkSession, path: Path, summary: RunSummary, journal: Journal, out: str
+    session: SparkSession,
+    path: Path,
+    summary: RunSummary,
+    journal: Journal,
+    settings: Settings,
+    out: str,
 ) -> None:
     """Write the report of a run."""
     broken = summary.set_aside
     if summary.continues and summary.quarantined > len(broken):
         broken = set_aside(read_broken(session, Folders(out), summary.run), SET_ASIDE_SHOWN)
-    tables = report_tables(open_store(session, out), summary.now_ms)
+    with tables_locked(settings.data_dir):
+        tables = report_tables(open_store(session, out), summary.now_ms)
     write_report(path, summary, journal.runs(), tables, broken)
     click.echo(f"The report is in {path}", err=True)

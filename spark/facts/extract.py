@@ -84,8 +84,8 @@ def extract(
         before: bounds of the run that this one continues; None reads everything.
         keys_before: half facts of earlier runs that hold a `dedup_key` within the dedup window
             before `before`.
-        counted_from: bounds of the last run, where this one reads everything again: records that
-            retention removed are counted from there.
+        counted_from: bounds of the last run, which this one does not continue: records that
+            retention removed are counted from there, and a part reads its targets.
         part: the transactions to judge; None: all.
     """
     extraction = _Extraction(spark, access, names, terms, folder, before, counted_from)
@@ -168,6 +168,9 @@ class _Extraction:
         if self._before is not None:
             topics |= {target.topic for target in self._before.targets}
             topics |= set(self._before.named_late)
+        elif self._part is not None:
+            # A copy may be in any of them, and half messages outside the part name others.
+            topics |= self._counted_from.keys() - set(msgspec.structs.astuple(self._names))
         ends = self._access.ends(topics)
         was, counted_from = self._was, self._counted_from
         reads = [
@@ -217,7 +220,6 @@ class _Extraction:
                 if surveyed.goes_back:
                     rows = self._void_by(rows, surveyed)
             rows = rows.where("why IS NULL AND void IS NULL").where(which)
-            rows = rows if self._part is None else half_of(rows, self._part)
             return {row["topic"] for row in rows.select("topic").distinct().collect()}
 
     def _read_on(self, now: TopicEnds) -> TopicRead:
@@ -453,17 +455,6 @@ def _mark_void(half: DataFrame, voids: DataFrame, count: int) -> DataFrame:
         marks = F.broadcast(marks)
     joined = half.join(marks, ["partition", "offset"], "left")
     return joined.withColumn("void", F.coalesce("void", "by_key")).drop("by_key")
-
-
-def half_of(half: DataFrame, part: Part) -> DataFrame:
-    """Return the half messages of a part; they name the targets to read."""
-    rows = half.where((F.col("clock_ms") >= part.from_ms) & (F.col("clock_ms") < part.to_ms))
-    if part.groups:
-        rows = rows.where(F.col("grp").isin(*part.groups))
-    if part.topics:
-        named = rows.where(F.col("topic").isin(*part.topics)).select("id").distinct()
-        rows = rows.join(named, "id", "left_semi")
-    return rows
 
 
 def _by_topic(cut: SnapshotBounds | None) -> dict[str, TopicRead]:

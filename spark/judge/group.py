@@ -19,6 +19,7 @@ from pyspark.sql.window import Window
 
 from txbroker.spark import schema
 from txbroker.spark.judge import fold, judge, rows
+from txbroker.spark.judge.horizon import of_partition
 from txbroker.spark.judge.judge import judge_rows
 from txbroker.spark.judge.rows import NOTHING_TAKEN, Horizon, JudgeTerms
 from txbroker.spark.schema import Facts
@@ -310,9 +311,10 @@ def _with_order(spark: SparkSession, judged: DataFrame, horizon: Horizon) -> Dat
         .orderBy("offset")
         .rowsBetween(Window.unboundedPreceding, -1)
     )
+    # Since then the parked topic shows every refusal.
+    since_ms = of_partition(horizon.parked_from_ms or {}, F.col("half_partition"))
     overtaken = places.withColumn("before", F.max("op_offset").over(earlier)).where(
-        (F.col("op_offset") < F.col("before"))
-        & (F.col("decided_at_ms") >= _order_known_ms(horizon))
+        (F.col("op_offset") < F.col("before")) & (F.col("decided_at_ms") >= since_ms)
     )
     late = overtaken.groupBy(F.col("id").alias("late_id")).agg(
         F.min_by(
@@ -343,16 +345,3 @@ def _with_order(spark: SparkSession, judged: DataFrame, horizon: Horizon) -> Dat
         "why": F.when(is_late, F.concat_ws("; ", "why", "late_why")).otherwise(F.col("why")),
     }
     return joined.withColumns(changed).select(*names)
-
-
-def _order_known_ms(horizon: Horizon) -> Column:
-    """Return since when the parked topic shows every refusal, by `half_partition`."""
-    since = horizon.parked_from_ms
-    if not since:
-        return F.lit(0)
-    pairs = [
-        column
-        for partition, ms in sorted(since.items())
-        for column in (F.lit(partition).cast("int"), F.lit(ms).cast("bigint"))
-    ]
-    return F.coalesce(F.try_element_at(F.create_map(*pairs), F.col("half_partition")), F.lit(0))

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping, Set
 from typing import TypeVar
 
 from msgspec import Struct
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from txbroker.spark.judge.rows import ALWAYS, Horizon
@@ -115,6 +115,18 @@ def _taken_ms(facts: Facts, cut: SnapshotBounds, decided_ms: int) -> dict[tuple[
 
 
 _Key = TypeVar("_Key", bound=Hashable)
+
+
+def of_partition(times_ms: Mapping[int, int], partition: Column) -> Column:
+    """Return the time of a half partition, 0 where there is none."""
+    if not times_ms:
+        return F.lit(0)
+    pairs = [
+        column
+        for number, ms in sorted(times_ms.items())
+        for column in (F.lit(number).cast("int"), F.lit(ms).cast("bigint"))
+    ]
+    return F.coalesce(F.try_element_at(F.create_map(*pairs), partition), F.lit(0))
 
 
 class SavedTaken(Struct, frozen=True):

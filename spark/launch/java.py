@@ -80,6 +80,9 @@ class ClassArchive:
         self.is_there = self._path.exists()
         with suppress(OSError):  # then Java cannot write it either
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            for left in self._path.parent.glob("classes-*.[0-9]*"):
+                if not Path("/proc", left.suffix[1:]).exists():  # its session was killed
+                    left.unlink()
 
     @property
     def option(self) -> str:

@@ -358,7 +358,10 @@ def decode_home(checkpoint: str, content: bytes) -> StreamManifest:
             f"{_path(checkpoint)} does not parse ({error}): name another --checkpoint"
         ) from None
     if version > _VERSION:
-        raise ConfigurationError(f"{_path(checkpoint)}: a newer version of txbroker wrote it")
+        raise ConfigurationError(
+            f"{_path(checkpoint)}: a newer version of txbroker wrote it: install that "
+            "version, or name another --checkpoint"
+        )
     raise ConfigurationError(
         f"{checkpoint}: an earlier version of txbroker wrote this state, which this one cannot "
         "continue: name another --checkpoint. The new stream reads the topics from their "

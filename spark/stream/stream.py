@@ -103,8 +103,7 @@ class StreamSettings(Struct, frozen=True):
         """Raise a `ConfigurationError` where settings contradict one another."""
         if self.keep_s * 1000 <= self.terms.dedup_window_ms + self.terms.late_after_ms:
             raise ConfigurationError(
-                "keep_s must exceed the dedup window plus the time after which a commit is late: "
-                "raise --keep-s"
+                "keep_s must exceed the dedup window plus the time after which a commit is late"
             )
 
 
@@ -319,7 +318,10 @@ class AuditStream:
         ends = self._access.ends(read)
         for topic, topic_ends in ends.items():
             if topic_ends.unread:
-                raise AuditError(f"topic {topic} is readable no longer: {topic_ends.unread}")
+                raise AuditError(
+                    f"topic {topic} is readable no longer: {topic_ends.unread}; "
+                    "make it readable and start the stream again"
+                )
         more = self._access.ends(others, patient=False)
         ends |= {topic: topic_ends for topic, topic_ends in more.items() if not topic_ends.unread}
         return ends, {topic: one.unread for topic, one in more.items() if one.unread}
@@ -422,7 +424,7 @@ class AuditStream:
         # First: the last batch may have ended before the query did.
         is_active, last = query.isActive, _progress(query)
         if not is_active:
-            raise query.exception() or AuditError("Spark has ended the stream")
+            raise query.exception() or AuditError("Spark has ended the stream: start it again")
         if self._first is None and last is not None:
             self._first = json.loads(_java(query).recentProgress()[0].json())
         return last

@@ -13,7 +13,8 @@ import msgspec
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from txbroker.spark.facts.messages import id_time_ms
+from txbroker.spark.facts.messages import id_partition, id_time_ms
+from txbroker.spark.judge.horizon import of_partition
 from txbroker.spark.schema import (
     ALL_KINDS,
     BUSINESS_KINDS,
@@ -126,7 +127,7 @@ def _lived(judged: JudgedRun, lives: DataFrame) -> DataFrame:
     opens = found & (old.isNull() | (old["state"] != "open"))
     accepted = _accepted(judged, F.coalesce(new["grp"], old["grp"]))
     same = [old[f"acknowledged_{name}"].eqNullSafe(accepted[name]) for name in ("at", "until")]
-    accepts = end.isNull() & accepted.isNotNull() & ~(same[0] & same[1])
+    accepts = end.isNull() & accepted.isNotNull() & (opens | ~(same[0] & same[1]))
     closed = F.when(end.isNotNull(), F.struct(now.alias("at"), run.alias("run")))
     lived = {
         "day": F.coalesce(old["day"], F.to_date(now)),
@@ -165,9 +166,15 @@ def _end(judged: JudgedRun) -> Column:
     unread = F.lit("expired" if judged.is_full else None).cast("string")
     looked = F.lit(not judged.is_part) | verdict.isNotNull()
     # A transaction that no run knows any more is not found again, whether healed or not.
-    expired = (verdict == "gone") | (id_time_ms(F.col("id")) <= judged.unknown_to_ms)
-    group = F.col("old")["grp"]
-    other = ~group.isin(*judged.groups) if judged.groups else F.lit(False)
+    id = F.col("id")
+    unknown = id_time_ms(id) <= of_partition(judged.unknown_to_ms, id_partition(id))
+    expired = (verdict == "gone") | (verdict.isNull() & unknown)
+    # Rows are compared with the transactions of all groups.
+    other = (
+        (kind == "message_without_row") & ~F.col("old")["grp"].isin(*judged.groups)
+        if judged.groups
+        else F.lit(False)
+    )
     compared = F.lit(judged.business is not None) & ~F.coalesce(other, F.lit(False))
     # A part is not compared with all transactions of its order keys.
     alone = F.lit(judged.is_part) & (kind == "out_of_order") & (verdict != "gone")

@@ -1,6 +1,6 @@
 """A run as the tables see it, and what the functions that change them share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple, cast
 
@@ -33,8 +33,8 @@ class JudgedRun(NamedTuple):
             is missing.
         business: findings of the comparison with the business, as `FOUND`; None: not compared.
         groups: those whose transactions were compared with it; none: all.
-        unknown_to_ms: transactions with ids up to this time may be unknown, because retention or
-            expiry removed them; 0: none was removed.
+        unknown_to_ms: the last time in ids of transactions that may be unknown because retention or
+            expiry removed them, by half partition, where there are any.
         acknowledged: all acknowledgements of findings; one that the table has and that is missing
             here was withdrawn.
         checks: limits to compare the run with.
@@ -53,7 +53,7 @@ class JudgedRun(NamedTuple):
     missing: DataFrame | None = None
     business: DataFrame | None = None
     groups: Sequence[str] = ()
-    unknown_to_ms: int = 0
+    unknown_to_ms: Mapping[int, int] = {}
     acknowledged: Sequence[Acknowledgement] = ()
     checks: Sequence[Check] = ()
 

@@ -128,6 +128,10 @@ class TableStore:
         """Return the runs with staged rows, the oldest first."""
         return sorted(name.removeprefix("run=") for name in names_in(self._spark, self._staged))
 
+    def belong_to(self, series: str) -> None:
+        """Let the tables belong to a series of audits, from the first rows on that it stages."""
+        self.manifest = structs.replace(self.manifest, series=series)
+
     def write(self, manifest: Manifest) -> None:
         """Replace `tables.json`."""
         content = msgspec.json.encode(manifest)
@@ -142,6 +146,11 @@ class TableStore:
     def exists(self) -> bool:
         """Whether there are tables."""
         return self._stored is not None
+
+    @property
+    def series(self) -> str | None:
+        """The series of audits that has written the tables; None: not known, or none."""
+        return None if self._stored is None else self._stored.series
 
     @property
     def expired_ms(self) -> int:
@@ -160,8 +169,6 @@ def open_store(
     installation: str | None = None,
     table_format: str | None = None,
     series: str | None = None,
-    *,
-    takes_over: bool = False,
 ) -> TableStore:
     """Open the tables below an output folder; where there are none, the first run makes them.
 
@@ -169,18 +176,15 @@ def open_store(
         out: a path, or a URI that Hadoop knows.
         installation: the `topic_prefix`; None: that of the tables.
         table_format: None: that of the tables, or Parquet where there are none.
-        series: of the audits that write the tables; None: any, for a reader.
-        takes_over: the tables belong to this series from its first staged rows on.
+        series: of audits; None: any.
 
     Raises:
         ConfigurationError: the tables do not fit, or the folder cannot be read.
     """
     out = out.rstrip("/")
     content = read_bytes(spark, f"{out}/{MANIFEST_FILE}")
-    expected = None if takes_over else series
-    found = manifest_of(out, content, installation, table_format, expected)
+    found = manifest_of(out, content, installation, table_format, series)
     manifest = found or Manifest(installation or "", table_format or PARQUET)
-    manifest = structs.replace(manifest, series=series or manifest.series)
     merged = MERGED.get(manifest.format)
     engine = ParquetTables(spark, out) if merged is None else MergedTables(spark, out, merged)
     return TableStore(spark, out, manifest, engine, found)

@@ -71,7 +71,8 @@ def _changing(spark: SparkSession, out: str, data_dir: Path) -> Iterator[TableSt
     """Yield the tables, locked; apply at the end of the block what it has staged."""
     journal = Journal(data_dir / JOURNAL_FILE)
     with tables_locked(data_dir):
-        store = open_store(spark, out, series=journal.series())
+        series = journal.series() if journal.path.exists() else ""
+        store = open_store(spark, out, series=series)
         if not store.exists:
             raise ConfigurationError(
                 f"there are no tables in {out}: name the output folder of audits with --out"

@@ -187,15 +187,19 @@ def compaction_waits_for_runs(spark: SparkSession, store: TableStore) -> None:
 def tables_belong_to_one_series(spark: SparkSession, store: TableStore) -> None:
     """Other audits neither change nor compact them, until a full run takes them over."""
     out, kind = store.out, store.manifest.format
-    add(open_store(spark, out, "shop", kind, "ours"), spark, "1", settled("a", FIRST, "1"))
+    store.belong_to("ours")
+    add(store, spark, "1", settled("a", FIRST, "1"))
+    open_store(spark, out, "shop", kind, "ours")
     theirs = "belong to audits with another data folder"
     with pytest.raises(ConfigurationError, match=theirs):
         compact(spark, out, Path(out).parent)
-    with pytest.raises(ConfigurationError, match=theirs):
-        open_store(spark, out, "shop", kind, "new")
-    taken = open_store(spark, out, "shop", kind, "new", takes_over=True)
-    open_store(spark, out, "shop", kind, "ours")  # it has not changed them yet
+    store.stage("9", TRANSACTIONS, rows_of(spark, TRANSACTIONS, settled("z", FIRST, "9")))
+    journal = Journal(Path(out).parent / JOURNAL_FILE)
+    taken = open_store(spark, out, "shop", kind)
+    taken.belong_to(journal.series())
     add(taken, spark, "2", settled("b", FIRST, "2"))
+    settle(taken, journal)
+    assert taken.staged_runs() == []
     assert transactions(store) == [("a", FIRST, "1"), ("b", FIRST, "2")]
     with pytest.raises(ConfigurationError, match=theirs):
         open_store(spark, out, "shop", kind, "ours")

@@ -77,7 +77,7 @@ class Tables:
         missing: Sequence[Row] | None = None,
         business: Sequence[Row] | None = None,
         groups: Sequence[str] = (),
-        unknown_to_ms: int = 0,
+        unknown_to_ms: Mapping[int, int] | None = None,
         acknowledged: Sequence[Acknowledgement] = (),
     ) -> Mapping[str, list[Row]]:
         """Apply a run; return the rows that it has changed, by table."""
@@ -102,7 +102,7 @@ class Tables:
             missing=None if missing is None else make(missing, MISSING),
             business=None if business is None else make(business, FOUND),
             groups=groups,
-            unknown_to_ms=unknown_to_ms,
+            unknown_to_ms=unknown_to_ms or {},
             acknowledged=acknowledged,
             keep=self._keep,
         )

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec import structs
 
 from tests.spark.audit_process import Commanded, summary_of
 from tests.spark.planted_cases import Planted, plant_all, plant_clean
 from tests.spark.planting import Planting, access_to
+from txbroker.errors import ConfigurationError
+from txbroker.spark.journal import Journal
 from txbroker.spark.run import AuditSettings, run_audit
-from txbroker.spark.schema import Part, RunSummary
+from txbroker.spark.schema import Part, RunSummary, Terms
 from txbroker.spark.tables.layout import ATTEMPTS, LATENCY, TRANSACTIONS
 from txbroker.spark.tables.store import open_store
 
@@ -65,6 +68,14 @@ def as_text(rows: Iterable[Any]) -> list[str]:
     return sorted(json.dumps(row.asDict(True), sort_keys=True, default=str) for row in rows)
 
 
+def test_half_messages_of_all_ids_of_a_part_are_read() -> None:
+    terms, part = Terms(0), Part(from_ms=10_000_000, to_ms=20_000_000)
+    first_ms, last_ms = part.id_times_ms(terms)
+    window_ms = terms.dedup_window_ms
+    assert part.read_from_ms(terms) + window_ms <= first_ms <= part.from_ms - window_ms
+    assert last_ms >= part.to_ms + window_ms
+
+
 @pytest.mark.timeout(300)
 def test_part_of_groups_and_topics_has_the_verdicts_of_a_whole_run(
     spark: SparkSession, planted: Planted, commanded: Commanded, tmp_path: Path
@@ -107,6 +118,10 @@ def test_stored_facts_are_judged_again_without_kafka(
     assert summary.mode == "rejudged"
     last = Path(settings.out) / "carry"
     assert [path.name for path in last.iterdir()] != [f"run={summary.run}"]
+    part = structs.replace(summary, run="20991231", mode="part", part=Part())
+    Journal(settings.journal).add(part)
+    with pytest.raises(ConfigurationError, match=r"judged a part.*before --rejudge"):
+        run_audit(spark, nothing, settings)
 
 
 @pytest.mark.long
@@ -114,8 +129,9 @@ def test_stored_facts_are_judged_again_without_kafka(
 async def test_time_span_reads_and_has_only_its_records(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The margin would be minutes.
+    # The margins would be minutes.
     monkeypatch.setattr(Part, "read_from_ms", lambda self, terms: self.from_ms)
+    monkeypatch.setattr(Part, "id_times_ms", lambda self, terms: (self.from_ms, self.to_ms))
     async with Planting(kafka.bootstrap) as p:
         terms = await plant_all(p)
         middle_ms = round(time.time() * 1000)

@@ -97,16 +97,18 @@ def test_findings_about_topics_and_the_business(spark: SparkSession) -> None:
 def test_findings_that_a_run_cannot_look_at_again_are_not_healed(spark: SparkSession) -> None:
     tables, old_ms = Tables(spark), START_MS - 86_400_000
     ids = {"old": id_at(1, old_ms), "new": id_at(2), "other": id_at(3), "topic": id_at(4, old_ms)}
-    business = [
+    ids["row"] = id_at(5)
+    business = [{"id": ids["row"], "kind": "row_without_message", "grp": "h", "why": "rolled back"}]
+    business += [
         {"id": ids[name], "kind": "message_without_row", "grp": group, "why": "no row"}
         for name, group in (("old", "g"), ("new", "g"), ("other", "h"))
     ]
     place = {"topic": NAMES.op, "partition": 0, "offset": 7, "why": "committed to bills"}
     missing = [{"id": ids["topic"], "kind": "target_missing", "grp": "g", "kept": True, **place}]
     tables.run(1, [], mode="full", missing=missing, business=business)
-    tables.run(2, [], mode="full", business=[], groups=["g"], unknown_to_ms=old_ms)
+    tables.run(2, [], mode="full", business=[], groups=["g"], unknown_to_ms={0: old_ms})
     assert {name: states(tables)[id] for name, id in ids.items()} == {
-        "old": "expired", "new": "healed", "other": "open", "topic": "expired"
+        "old": "expired", "new": "healed", "other": "open", "topic": "expired", "row": "healed"
     }  # fmt: skip
 
 
