@@ -1,6 +1,6 @@
 """A run as the tables see it, and what the functions that change them share."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple, cast
 
@@ -97,9 +97,9 @@ def known_keys(table: Table) -> list[str]:
     return ["day", *table.keys]
 
 
-def same_keys(table: Table, one: DataFrame, other: DataFrame) -> Column:
-    """Return whether rows of two tables have the same day and keys, null or not."""
-    return reduce(Column.__and__, (one[key].eqNullSafe(other[key]) for key in known_keys(table)))
+def same_keys(keys: Iterable[str], one: DataFrame, other: DataFrame) -> Column:
+    """Return whether rows of two tables have the same keys, null or not."""
+    return reduce(Column.__and__, (one[key].eqNullSafe(other[key]) for key in keys))
 
 
 def shaped(table: Table, rows: DataFrame) -> DataFrame:

@@ -68,7 +68,8 @@ class MergedTables:
         if exists(self._spark, f"{staged}/known"):
             schema = rows.select(keys).schema
             known = self._spark.read.schema(schema).parquet(f"{staged}/known")
-            gone = known.join(rows, same_keys(table, known, rows), "left_anti")
+            # A row may move to another day.
+            gone = known.join(rows, same_keys(table.keys, known, rows), "left_anti")
             source = source.unionByName(gone.withColumn(_GONE, F.lit(True)), True)
             days = days.union(known.select("day"))
         dates = ", ".join(f"DATE'{row.day}'" for row in days.distinct().collect())

@@ -56,7 +56,7 @@ class ParquetTables:
             paths = [f"{self._folder(table)}/{name}" for name in replaced]
             if paths:
                 held = self._files(table, paths)
-                rest = held.join(known, same_keys(table, held, known), "left_anti")
+                rest = held.join(known, same_keys(known_keys(table), held, known), "left_anti")
                 rows = rows.unionByName(rest)
         # As few files as hold the rows of a day.
         self._write(staged, rows.hint("rebalance", "day"), replaced)
@@ -114,7 +114,7 @@ class ParquetTables:
         named = reader.where(F.col("day").isin(days)).select(
             *known_keys(table), F.col("_metadata.file_name").alias("file")
         )
-        found = named.join(known, same_keys(table, named, known), "left_semi")
+        found = named.join(known, same_keys(known_keys(table), named, known), "left_semi")
         files = found.select("day", "file").distinct().collect()
         return [f"day={row['day'].isoformat()}/{row['file']}" for row in files]
 

@@ -42,7 +42,7 @@ def expire(spark: SparkSession, out: str, data_dir: Path, keep_days: int) -> dat
 
     Days count back from the newest run by the brokers' clocks, or from today by this machine's if
     that is earlier: one wrong clock removes nothing. Without a run nothing is removed, and None
-    returned. The next audit removes its facts of these days.
+    returned. The next audit removes the facts of runs whose transactions are all older.
 
     Args:
         keep_days: number of days to keep before that of the newest run.
