@@ -26,7 +26,6 @@ from txbroker.errors import ConfigurationError, TxbrokerError
 from txbroker.spark.access import AuditKafka
 from txbroker.spark.business import BusinessTable, compare
 from txbroker.spark.commit import RunNote, commit, note_down, settled, tidy_up
-from txbroker.spark.cost import RunCost
 from txbroker.spark.facts.history import (
     CarriedState,
     expired,
@@ -38,7 +37,6 @@ from txbroker.spark.facts.history import (
 )
 from txbroker.spark.folders import Folders, read_verdicts, runs_in, write_verdicts
 from txbroker.spark.journal import JOURNAL_FILE, Journal
-from txbroker.spark.judge.horizon import SavedHorizon
 from txbroker.spark.judge.scope import (
     Scope,
     judge_scope,
@@ -63,7 +61,7 @@ from txbroker.spark.schema import (
     Terms,
     TopicNames,
 )
-from txbroker.spark.session import spread
+from txbroker.spark.session import RunCost, spread
 from txbroker.spark.tables.current import current_verdicts, earlier_rows
 from txbroker.spark.tables.judged import JudgedRun
 from txbroker.spark.tables.store import TableStore, open_store
@@ -329,7 +327,7 @@ class _Audit:
         with settled(self._settings.data_dir, self._store, self._journal):
             self._store = self._opened()  # expiry may have removed rows since the run began
             missing = self._missing(current, cut)
-            unknown_to_ms = self._unknown_to_ms(horizon, len(cut.half.ends))
+            unknown_to_ms = self._unknown_to_ms(horizon.half_begin_ms, len(cut.half.ends))
             business, compared = self._compared(current, unknown_to_ms)
             summary = with_topics_and_business(summary, missing, business, compared)
             self._on_stage("writing the tables")
@@ -386,11 +384,11 @@ class _Audit:
         op = self._settings.names.op
         return self._kept(committed_to_missing(current(), op, cut, self._terms))
 
-    def _unknown_to_ms(self, horizon: SavedHorizon, partitions: int) -> dict[int, int]:
+    def _unknown_to_ms(self, begins_ms: dict[int, int], partitions: int) -> dict[int, int]:
         """Return the last time in ids of transactions that retention or expiry may have removed, by
-        half partition."""
-        begins, expired_ms = horizon.half_begin_ms, self._store.expired_ms
-        known_ms = {p: max(begins.get(p, 0), expired_ms) for p in range(partitions)}
+        half partition. `begins_ms`: append times of the first half messages kept."""
+        expired_ms = self._store.expired_ms
+        known_ms = {p: max(begins_ms.get(p, 0), expired_ms) for p in range(partitions)}
         # A half message is at most one dedup window away from its id's time.
         return {p: ms + self._terms.dedup_window_ms for p, ms in known_ms.items() if ms}
 

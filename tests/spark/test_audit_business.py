@@ -155,7 +155,9 @@ def test_rows_from_before_the_logs_begin_are_not_judged(
     before, after = id_of(1, OLD_MS), id_of(2, OLD_MS + 1)
     business = written(spark, tmp_path, [before, after])
 
-    result = compare(spark, verdicts(spark, []), business, TERMS, unknown_to_ms={1: OLD_MS + 9, 2: OLD_MS})
+    result = compare(
+        spark, verdicts(spark, []), business, TERMS, unknown_to_ms={1: OLD_MS + 9, 2: OLD_MS}
+    )
 
     assert found(result) == {after: "row_without_message"}
     assert result[1]["rows_gone"] == 1

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.spark.planting import Planting, access_to
-from txbroker.spark.cost import COSTS, RunCost
 from txbroker.spark.journal import Journal
 from txbroker.spark.run import AuditSettings, run_audit
-from txbroker.spark.session import ROWS_A_TASK, spread, tasks_for
+from txbroker.spark.session import COSTS, ROWS_A_TASK, RunCost, spread, tasks_for
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
