@@ -18,6 +18,7 @@ from pyspark.sql.types import StructType
 from pyspark.sql.window import Window
 
 from txbroker.spark import schema
+from txbroker.spark.facts.messages import id_partition
 from txbroker.spark.judge import fold, judge, rows
 from txbroker.spark.judge.horizon import of_partition
 from txbroker.spark.judge.judge import judge_rows
@@ -166,6 +167,7 @@ def _is_plain(terms: JudgeTerms) -> Column:
         & (half["count"] == size)
         & (half["seq"] == 0)
         & half["void"].isNull()
+        & (half["partition"] == id_partition(F.col("id")))
         & ((size == 1) | F.forall(numbers, _follows))
     )
     decides = (

@@ -33,9 +33,9 @@ async def test_committed_rows_become_visible_once_and_others_never(shop: Shop) -
 
 
 async def test_content_arrives_unchanged(shop: Shop) -> None:
-    message = Message(
-        shop.topic, b"\xff\x00", bytes(range(256)), [("a", b"\xfe"), ("a", None), ("b", "ü")], 2, 17
-    )
+    at_ms = round(time.time() * 1000) - 3_600_000  # retention would remove a much older one
+    headers = [("a", b"\xfe"), ("a", None), ("b", "ü")]
+    message = Message(shop.topic, b"\xff\x00", bytes(range(256)), headers, 2, at_ms)
     with closing(shop.place.connect()) as connection:
         with_transaction(connection)
         shop.outbox.add(connection, message, Message(shop.topic, "tombstone"))
@@ -44,7 +44,7 @@ async def test_content_arrives_unchanged(shop: Shop) -> None:
         await relay.drain(timeout_s=20)
     by_key = {record.key: record for record in shop.visible()}
     record = by_key[b"\xff\x00"]
-    assert (record.value, record.partition, record.timestamp_ms) == (bytes(range(256)), 2, 17)
+    assert (record.value, record.partition, record.timestamp_ms) == (bytes(range(256)), 2, at_ms)
     assert record.headers[2:] == (("a", b"\xfe"), ("a", None), ("b", "ü".encode()))
     assert by_key[b"tombstone"].value is None
     assert abs(by_key[b"tombstone"].timestamp_ms / 1000 - time.time()) < 3600
