@@ -63,8 +63,8 @@ def _unfit(java: Path) -> str | None:
 
 
 class ClassArchive:
-    """The archive for this Java with Spark's jars, in the cache folder; `option` is Java's. The
-    first session writes it when it ends, and `keep` then gives it its name.
+    """The archive for this Java with Spark's jars, in the cache folder. With `option`, Java uses
+    it, or writes it when it ends; `keep` then gives it its name.
 
     Args:
         home: Java's home folder; None: of the Java on PATH.

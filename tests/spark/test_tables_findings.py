@@ -182,6 +182,15 @@ def test_acknowledged_findings_stay_and_count_again_after_a_date(spark: SparkSes
     assert (row["acknowledged_by"], row["acknowledged_until"]) == ("dan", time_of(now_ms(7)))
 
 
+def test_a_finding_that_opens_again_is_acknowledged_again(spark: SparkSession) -> None:
+    tables, id = Tables(spark), id_at(1)
+    late, known = [verdict(id, "committed", findings=["late"])], [given("ann", 1, 9, id=id)]
+    tables.run(1, late, acknowledged=known)
+    tables.run(2, [verdict(id)], acknowledged=known)
+    (row,) = tables.run(3, late, acknowledged=known)["drift"]
+    assert (row["opened_run"], row["acknowledged_run"]) == ("run3", "run3")
+
+
 def test_a_run_without_findings_reads_nothing(spark: SparkSession) -> None:
     tables = Tables(spark)
     tables.run(1, [])
