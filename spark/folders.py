@@ -1,8 +1,8 @@
 """An audit's files below its output folder, on any file system that Hadoop knows.
 
-    verdicts/run=RUN/verdict=VERDICT   the verdicts of a run, until they are in the tables
-    facts/run=RUN/TABLE                the run's facts
-    carry/run=RUN                      its state for the next run
+    verdicts/run=RUN      the verdicts of a run, until they are in the tables
+    facts/run=RUN/TABLE   the run's facts
+    carry/run=RUN         its state for the next run
 
 A folder counts once the run's entry is in the journal; until then it is incomplete. Every function
 raises a `ConfigurationError` where the file system does not answer or refuses.
@@ -16,8 +16,7 @@ from msgspec import Struct
 from pyspark.sql import DataFrame, SparkSession
 
 from txbroker.errors import ConfigurationError
-from txbroker.spark.schema import BROKEN, VERDICT, no_rows
-from txbroker.spark.session import setting
+from txbroker.spark.schema import BROKEN
 
 
 class Folders(Struct, frozen=True):
@@ -169,22 +168,6 @@ def _located(spark: SparkSession, path: str) -> Iterator[tuple[Any, Any]]:
         ) from None
 
 
-def write_verdicts(rows: DataFrame, folders: Folders, run: str) -> None:
-    """Write a run's verdicts, by verdict, so that findings are read without all others.
-
-    `rows`: columns as in `schema.VERDICT`.
-    """
-    # A task keeps a file of each verdict open; otherwise Spark would sort its rows by verdict.
-    with setting(rows.sparkSession, "spark.sql.maxConcurrentOutputFileWriters", "32"):
-        rows.write.partitionBy("verdict").parquet(folders.verdicts(run))
-
-
 def read_broken(spark: SparkSession, folders: Folders, run: str) -> DataFrame:
     """Return the unreadable records of a run; columns as in `schema.BROKEN`."""
     return spark.read.schema(BROKEN).parquet(f"{folders.facts(run)}/broken")
-
-
-def read_verdicts(spark: SparkSession, folders: Folders, run: str) -> DataFrame:
-    """Return the verdicts of a run; columns as in `schema.VERDICT`."""
-    rows = spark.read.schema(VERDICT).parquet(folders.verdicts(run))
-    return rows.select(*no_rows(spark, VERDICT).columns)

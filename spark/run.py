@@ -35,7 +35,7 @@ from txbroker.spark.facts.history import (
     read_chain,
     stored,
 )
-from txbroker.spark.folders import Folders, read_verdicts, runs_in, write_verdicts
+from txbroker.spark.folders import Folders, runs_in
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 from txbroker.spark.judge.scope import (
     Scope,
@@ -299,8 +299,8 @@ class _Audit:
     def _look(self, staged: Extract, before: CarriedState | None) -> RunSummary:
         scope, cut = self._scope(staged, before), staged.cut
         self._on_stage("judging")
-        judge_scope(self._spark, scope, cut, self._terms, self._write)
-        written = read_verdicts(self._spark, self._folders, self._run)
+        path = self._folders.verdicts(self._run)
+        written = judge_scope(self._spark, scope, cut, self._terms, path)
         self._on_stage("summing up")
         tally = add_up(written, self._terms.now_ms)
         mode = "full" if before is None and self._continues else self._settings.mode
@@ -353,9 +353,6 @@ class _Audit:
                 checks=self._settings.checks,
             )
             return commit(self._journal, self._store, judged, self._ended)
-
-    def _write(self, rows: DataFrame) -> None:
-        write_verdicts(rows, self._folders, self._run)
 
     def _ended(self, summary: RunSummary) -> RunSummary:
         took_s = time.monotonic() - self._began_s

@@ -13,14 +13,14 @@ from txbroker.cli.run import CommandFailed, usage_errors
 from txbroker.config.settings import Settings
 from txbroker.errors import TxbrokerError
 from txbroker.spark.launch.failures import in_words
-from txbroker.spark.session import SparkSettings
+from txbroker.spark.session import BRIEF_MAX, SparkSettings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from txbroker.cli.audit.publish import AuditResult
     from txbroker.spark.business import BusinessTable
-    from txbroker.spark.schema import Part, Thresholds
+    from txbroker.spark.schema import Part, RunSummary, Thresholds
 
 _PART_OPTIONS = ("from_ms", "to_ms", "topics", "groups")
 
@@ -103,17 +103,18 @@ def run_all(
             failures.append(f"installation {settings.topic_prefix}: {error}")
 
     with ExitStack() as stack:
-        accepted = []
+        accepted, waiting = [], 0
         for settings in each:  # all that can be refused before Spark starts
             with noted(settings):
                 stack.enter_context(alone(settings.data_dir))
                 journal = journal_of(settings)
-                journal.last()
+                last = journal.last()
                 _check(settings, request, several, journal.series())
+                waiting += _backlog(settings, last if request.mode == "incremental" else None)
                 accepted.append(settings)
         if accepted:
-            writing = structs.replace(spark, archives=True)
-            session, bar = stack.enter_context(started(writing))
+            fitting = structs.replace(spark, archives=True, brief=waiting < BRIEF_MAX)
+            session, bar = stack.enter_context(started(fitting))
         for settings in accepted:
             if several:
                 _notice(f"Installation {settings.topic_prefix}:")
@@ -132,6 +133,15 @@ def _check(settings: Settings, request: AuditRequest, several: bool, series: str
         check_writable(_report_of(settings, request.report, several))
     expected = None if request.mode == "full" else series
     check_local(_out_of(settings, request, several), prefix, request.table_format, expected)
+
+
+def _backlog(settings: Settings, last: "RunSummary | None") -> int:
+    """Return how many half messages a run reads that continues the last one; None: reads all."""
+    from txbroker.spark.access import access_from
+    from txbroker.spark.facts.bounds import backlog
+
+    before = None if last is None or last.cut is None else last.cut.half
+    return backlog(access_from(settings), names_of(settings).half, before)
 
 
 def _out_of(settings: Settings, request: AuditRequest, several: bool) -> str:

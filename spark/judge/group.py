@@ -1,17 +1,17 @@
 """From facts to verdicts: one shuffle groups all facts by transaction id.
 
 Most transactions are plain: one whole half message, one deciding marker, each message visible once
-and unchanged. SQL alone judges those, with the same result as `judge`; all others go through
-`judge`. Ids are spread evenly, so no hot group or topic makes one task longer than others.
+and unchanged. SQL alone judges those, with the same result as `judge`, and their verdicts are
+written at once. The facts of all others are written beside them, for `judge`. Ids are spread
+evenly, so no hot group or topic makes one task longer than others.
 """
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache, reduce
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
-from pyspark import StorageLevel, cloudpickle
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark import cloudpickle
+from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
@@ -19,10 +19,11 @@ from pyspark.sql.window import Window
 
 from txbroker.spark import schema
 from txbroker.spark.facts.messages import id_partition
+from txbroker.spark.folders import remove
 from txbroker.spark.judge import fold, judge, rows
 from txbroker.spark.judge.horizon import of_partition
 from txbroker.spark.judge.judge import judge_rows
-from txbroker.spark.judge.rows import NOTHING_TAKEN, Horizon, JudgeTerms
+from txbroker.spark.judge.rows import Horizon, JudgeTerms
 from txbroker.spark.schema import Facts
 from txbroker.spark.session import setting
 
@@ -37,7 +38,9 @@ _BROADCAST_ROWS_MAX = 500_000
 _ORDERED = "array<struct<topic: string, partition: int, offset: bigint>>"
 _HASH_FIRST = "spark.sql.execution.useObjectHashAggregateExec"
 
-_NO_VERDICT = frozenset({"order_mark", "ordered"})
+_FOR_ORDER = ("order_mark", "ordered")
+_UNJUDGED = "unjudged"
+"""The verdict of transactions that SQL cannot judge, until `judge` has."""
 
 
 @lru_cache(maxsize=1)
@@ -52,43 +55,49 @@ def _judged_columns() -> list[str]:
     return [name for name in _judged().names if name != "id_ms"]
 
 
-def _verdict_columns() -> list[str]:
-    return [name for name in _judged_columns() if name not in _NO_VERDICT]
-
-
-_cached: WeakKeyDictionary[SparkSession, list[DataFrame]] = WeakKeyDictionary()
-
-
-def verdicts(
-    spark: SparkSession, facts: Facts, terms: JudgeTerms, horizon: Horizon = NOTHING_TAKEN
+def judge_facts(
+    spark: SparkSession,
+    facts: Facts,
+    terms: JudgeTerms,
+    horizon: Horizon,
+    path: str,
+    chosen: Callable[[DataFrame], DataFrame] | None = None,
 ) -> DataFrame:
-    """Return a row for each transaction: the columns of `schema.VERDICT`.
+    """Write a row for each transaction, and return these rows: the columns of `schema.VERDICT`.
 
-    Intermediate tables stay on the executors' disks until `release` or the next call.
+    Args:
+        path: an empty folder, a path or URI that Hadoop knows.
+        chosen: returns the rows to keep; all others are only compared with. None keeps all.
     """
-    release(spark)
-    # The order check reads each table a second time; grouping again would cost more.
-    grouped = _by_sql(_grouped(facts), terms)
+    grouped, judged, counts = _by_sql(_grouped(facts), terms), f"{path}/judged", Observation()
+    unjudged = F.col("verdict") == _UNJUDGED
+    seen = (F.count_if(unjudged).alias("unjudged"), F.count("ordered").alias("ordered"))
     # Sort-based aggregates: Spark would first collect arrays in a hash table and give up after a
     # few ids, which costs half as much work again.
     with setting(spark, _HASH_FIRST, "false"):
-        grouped = grouped.persist(StorageLevel.DISK_ONLY)
-    _cached[spark] = [grouped]
-    others, ordered = grouped.agg(F.count_if(~F.col("plain")), F.count("ordered")).first() or (0, 0)
-    judged = grouped.where("plain").select(*_judged_columns())
-    if others:  # a worker of Python starts even for none
-        rest = _by_judge(grouped.where("not plain"), terms, horizon)
-        _cached[spark].append(rest.persist(StorageLevel.DISK_ONLY))
-        judged = judged.unionByName(rest)
-    if not (others or ordered):
-        return judged.select(*_verdict_columns())
-    return _with_order(spark, judged, horizon)
+        _append(grouped.observe(counts, *seen), judged)
+    if counts.get["unjudged"]:  # a worker of Python starts even for none
+        rest = spark.read.schema(grouped.schema).parquet(judged).where(unjudged)
+        _append(_by_judge(rest, terms, horizon), judged)
+        remove(spark, f"{judged}/verdict={_UNJUDGED}")
+    rows = spark.read.schema(_judged()).parquet(judged)
+    late = _overtaken(rows, horizon) if any(counts.get.values()) else None
+    # Usually there are none, which saves joining and writing the verdicts again.
+    count = 0 if late is None else late.count()
+    if late is not None and count:
+        # To the verdicts, of which there are far more.
+        rows = _with_late(rows, F.broadcast(late) if count <= _BROADCAST_ROWS_MAX else late)
+    if count or chosen is not None:
+        _append(rows if chosen is None else chosen(rows), f"{path}/corrected")
+        rows = spark.read.schema(_judged()).parquet(f"{path}/corrected")
+    return rows.select(*(name for name in _judged_columns() if name not in _FOR_ORDER))
 
 
-def release(spark: SparkSession) -> None:
-    """Free the disk space that `verdicts` holds; its result stays readable."""
-    for table in _cached.pop(spark, ()):
-        table.unpersist()
+def _append(rows: DataFrame, path: str) -> None:
+    """Write verdicts by verdict, so that findings are read without all others."""
+    # A task keeps a file of each verdict open; otherwise Spark would sort its rows by verdict.
+    with setting(rows.sparkSession, "spark.sql.maxConcurrentOutputFileWriters", "32"):
+        rows.write.mode("append").partitionBy("verdict").parquet(path)
 
 
 # --- one shuffle -----------------------------------------------------------------------------
@@ -138,20 +147,21 @@ def _struct(side: str, table: DataFrame) -> Column:
 
 
 def _by_sql(grouped: DataFrame, terms: JudgeTerms) -> DataFrame:
-    """Return `plain`, the verdicts of plain transactions, and the facts of the others.
+    """Return the verdicts of plain transactions, and the facts of the others, each with nulls in
+    the columns of the other.
 
     `terms` decide which pending transactions may be overdue.
     """
     flagged = grouped.withColumn("plain", F.coalesce(_is_plain(terms), F.lit(False)))
     plain = F.col("plain")
     values, kinds = _plain_verdict(), _judged()
+    verdict = F.when(plain, values.pop("verdict")).otherwise(_UNJUDGED)
     return flagged.select(
         "id",
-        "plain",
+        verdict.alias("verdict"),
         *(
-            F.when(plain, values[name].cast(kinds[name].dataType)).alias(name)
-            for name in _judged_columns()
-            if name != "id"
+            F.when(plain, value.cast(kinds[name].dataType)).alias(name)
+            for name, value in values.items()
         ),
         *(F.when(~plain, F.col(side)).alias(side) for side in _SIDES),
     )
@@ -296,16 +306,15 @@ def _judging(
 # --- order within a key ----------------------------------------------------------------------
 
 
-def _with_order(spark: SparkSession, judged: DataFrame, horizon: Horizon) -> DataFrame:
-    """Add `out_of_order` to transactions that are visible after one with a later decision.
-
-    Runs the search at once: usually it finds none, which saves joining the verdicts.
+def _overtaken(rows: DataFrame, horizon: Horizon) -> DataFrame:
+    """Return transactions that are visible after one with a later decision: `late_id` and
+    `late_why`.
 
     Order holds for transactions of one order key and one half partition: in each target partition
     they follow the order of their deciding markers. A refusal gives up the place, so decisions
     older than the parked topic's records of refusals are not compared.
     """
-    places = judged.where("ordered is not null").select(
+    places = rows.where("ordered is not null").select(
         "id", "op_offset", "decided_at_ms", "half_partition", "order_mark", F.inline("ordered")
     )
     earlier = (
@@ -318,7 +327,7 @@ def _with_order(spark: SparkSession, judged: DataFrame, horizon: Horizon) -> Dat
     overtaken = places.withColumn("before", F.max("op_offset").over(earlier)).where(
         (F.col("op_offset") < F.col("before")) & (F.col("decided_at_ms") >= since_ms)
     )
-    late = overtaken.groupBy(F.col("id").alias("late_id")).agg(
+    return overtaken.groupBy(F.col("id").alias("late_id")).agg(
         F.min_by(
             F.format_string(
                 "out_of_order: %s-%d at %d follows a message decided at %d, but was decided at %d",
@@ -327,15 +336,11 @@ def _with_order(spark: SparkSession, judged: DataFrame, horizon: Horizon) -> Dat
             F.struct("topic", "partition", "offset"),
         ).alias("late_why")
     )  # fmt: skip
-    late = late.persist(StorageLevel.DISK_ONLY)
-    _cached[spark].append(late)
-    count = late.count()
-    names = _verdict_columns()
-    if not count:
-        return judged.select(*names)
-    if count <= _BROADCAST_ROWS_MAX:  # to the verdicts, of which there are far more
-        late = F.broadcast(late)
-    joined = judged.join(late, judged["id"] == late["late_id"], "left")
+
+
+def _with_late(rows: DataFrame, late: DataFrame) -> DataFrame:
+    """Add `out_of_order` to the findings of late transactions."""
+    joined = rows.join(late, rows["id"] == late["late_id"], "left")
     is_late = F.col("late_id").isNotNull()
     findings = F.array_union("findings", F.array(F.lit("out_of_order")))
     by_gravity = F.filter(
@@ -346,4 +351,4 @@ def _with_order(spark: SparkSession, judged: DataFrame, horizon: Horizon) -> Dat
         "verdict": F.when(is_late, F.get(by_gravity, F.lit(0))).otherwise(F.col("verdict")),
         "why": F.when(is_late, F.concat_ws("; ", "why", "late_why")).otherwise(F.col("why")),
     }
-    return joined.withColumns(changed).select(*names)
+    return joined.withColumns(changed).drop("late_id", "late_why")

@@ -1,6 +1,7 @@
 """Which transactions a run judges, and how far back their evidence reaches."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from msgspec import structs
@@ -10,7 +11,7 @@ from pyspark.sql import functions as F
 from txbroker.spark.facts.history import CarriedState, EarlierFacts, left_of
 from txbroker.spark.facts.messages import id_time_ms
 from txbroker.spark.folders import Folders, runs_in
-from txbroker.spark.judge.group import release, verdicts
+from txbroker.spark.judge.group import judge_facts
 from txbroker.spark.judge.horizon import (
     SavedHorizon,
     gaps_between,
@@ -134,9 +135,10 @@ def judge_scope(
     scope: Scope,
     cut: SnapshotBounds,
     terms: Terms,
-    write: Callable[[DataFrame], None],
-) -> None:
-    """Judge, and pass the verdicts, columns as in `schema.VERDICT`, to `write`."""
+    path: str,
+) -> DataFrame:
+    """Judge, and return the verdicts, columns as in `schema.VERDICT`, which lie below the folder
+    `path`."""
     horizon = without_removed(scope.horizon, scope.removed_ms, len(cut.half.ends))
     # For this run only: such a transaction may have ended by the next one.
     horizon = horizon._replace(
@@ -145,16 +147,21 @@ def judge_scope(
         kept_from_ms=_kept_from_ms(cut),
         unread=frozenset(target.topic for target in cut.targets if target.unread),
     )
-    try:
-        rows = verdicts(spark, scope.facts, JudgeTerms(**structs.asdict(terms)), horizon)
-        if scope.context is not None:
-            rows = rows.join(scope.context.select("id"), "id", "left_anti")
-        write(rows if scope.part is None else _verdicts_of(rows, scope.part))
-    finally:
-        release(spark)
+    chosen: Callable[[DataFrame], DataFrame] | None = None
+    if scope.context is not None:
+        chosen = partial(_without, scope.context)
+    elif scope.part is not None:
+        chosen = partial(_verdicts_of, scope.part)
+    return judge_facts(
+        spark, scope.facts, JudgeTerms(**structs.asdict(terms)), horizon, path, chosen
+    )
 
 
-def _verdicts_of(rows: DataFrame, part: Part) -> DataFrame:
+def _without(context: DataFrame, rows: DataFrame) -> DataFrame:
+    return rows.join(context.select("id"), "id", "left_anti")
+
+
+def _verdicts_of(part: Part, rows: DataFrame) -> DataFrame:
     at_ms = F.coalesce("prepared_at_ms", "decided_at_ms", id_time_ms(F.col("id")))
     rows = rows.where((at_ms >= part.from_ms) & (at_ms < part.to_ms))
     if part.groups:

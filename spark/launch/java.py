@@ -9,6 +9,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -68,12 +69,12 @@ class ClassArchive:
 
     Args:
         home: Java's home folder; None: of the Java on PATH.
-        jars: the folder of Spark's jars.
+        jars: the folder of Spark's jars, and those of the class path before them.
     """
 
-    def __init__(self, home: Path | None, jars: Path) -> None:
+    def __init__(self, home: Path | None, jars: Sequence[Path]) -> None:
         java = Path(shutil.which("java") or "java") if home is None else home / "bin" / "java"
-        parts = [str(part) for path in (java, jars) for part in _state(path)]
+        parts = [str(part) for path in (java, *jars) for part in _state(path)]
         name = hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
         self._path = cache_dir() / "spark" / f"classes-{name}.jsa"
         self._fresh = self._path.with_suffix(f".{os.getpid()}")

@@ -19,6 +19,7 @@ SCALA = "2.13"
 KAFKA_SOURCE = "org.apache.spark.sql.kafka010.KafkaSourceProvider"
 """The connector's class that every Kafka query loads first."""
 
+CLASS_PATH = "spark.driver.extraClassPath"
 _IN_SPARK = (
     # Spark includes these: without the exclusions Ivy would download 52 MB again, and Spark would
     # send them to every executor.
@@ -73,12 +74,19 @@ def ivy_conf(spark_version: str, folder: Path) -> dict[str, str]:
 
 def known_jars(conf: Mapping[str, str]) -> dict[str, str]:
     """Return the settings that load the packages as an earlier start has resolved them, without
-    Ivy, which takes two to four processor seconds; empty where that is not known."""
+    Ivy, which takes two to four processor seconds; empty where that is not known.
+
+    The connector alone is on the driver's class path too: Java's archive holds no classes of other
+    loaders. With packages of the caller's it is not, as they would go before Spark's own jars.
+    """
     jars = [ivy_dir() / "jars" / name for name in _resolved().get(_packages_of(conf), ())]
     if not jars or not all(jar.exists() for jar in jars):
         return {}
-    given = [conf["spark.jars"]] if conf.get("spark.jars") else []
-    return {"spark.jars": ",".join([*given, *map(str, jars)]), "spark.jars.packages": ""}
+    paths = [*map(str, jars)]
+    known = {"spark.jars": ",".join(filter(None, (conf.get("spark.jars"), *paths)))}
+    if "," not in conf["spark.jars.packages"]:
+        known[CLASS_PATH] = os.pathsep.join(filter(None, (conf.get(CLASS_PATH), *paths)))
+    return {**known, "spark.jars.packages": ""}
 
 
 def note_jars(conf: Mapping[str, str], loaded: str) -> None:

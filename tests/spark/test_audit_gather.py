@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,7 +25,7 @@ from txbroker.spark.judge.rows import (
     VisibleFact,
     read_id,
 )
-from txbroker.spark.schema import TABLES, Facts, SnapshotBounds, TopicRead
+from txbroker.spark.schema import TABLES, VERDICT, Facts, SnapshotBounds, TopicRead
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -52,13 +54,20 @@ def tables(spark: SparkSession, facts: Iterable[TransactionFacts]) -> Facts:
 def judged_by_spark(
     spark: SparkSession, facts: Iterable[TransactionFacts], horizon: Horizon | None = None
 ) -> dict[str, dict[str, Any]]:
-    from txbroker.spark.judge.group import release, verdicts
+    from pyspark.sql.types import StructType
 
-    table = verdicts(spark, tables(spark, facts), TERMS, horizon or Horizon())
-    rows = [row.asDict(recursive=True) for row in table.collect()]
-    release(spark)
+    from txbroker.spark.judge.group import judge_facts
+
+    with TemporaryDirectory() as folder:
+        table = judge_facts(spark, tables(spark, facts), TERMS, horizon or Horizon(), folder)
+        rows = [row.asDict(recursive=True) for row in table.collect()]
+        kept = min(Path(folder).iterdir())  # `corrected`, if it is there, else `judged`
+        # By verdict, so that findings are read without all others.
+        of_verdicts = {path.name for path in kept.glob("verdict=*")}
     found = {row["id"]: row for row in rows}
     assert len(found) == len(rows)
+    assert table.columns == StructType.fromDDL(VERDICT).names
+    assert of_verdicts == {f"verdict={row['verdict']}" for row in rows}
     return found
 
 
@@ -186,7 +195,8 @@ def test_the_plain_never_come_to_python(spark: SparkSession) -> None:
         facts(4, ["t", "u"], ""),
     ]
     grouped = _by_sql(_grouped(tables(spark, plain)), TERMS._replace(now_ms=0))
-    assert [row["plain"] for row in grouped.collect()] == [True] * 4
+    verdicts = {row["id"]: row["verdict"] for row in grouped.collect()}
+    assert verdicts == {id_of(n): "pending" if n == 4 else "settled" for n in range(1, 5)}
 
 
 def test_one_hot_group_topic_and_key_spreads_over_tasks(spark: SparkSession) -> None:

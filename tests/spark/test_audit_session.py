@@ -378,18 +378,18 @@ def test_archive_of_classes_is_kept_after_a_whole_session(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     home, jars = tmp_path / "java", tmp_path / "jars"
     for whole in (False, True):
-        archive = ClassArchive(home, jars)
+        archive = ClassArchive(home, [jars])
         made = re.fullmatch(r'"-XX:ArchiveClassesAtExit=(.+)"', archive.option)
         assert made is not None
         Path(made[1]).touch()  # as Java does when it ends
         archive.keep(whole)
         assert not Path(made[1]).exists()
-    kept = ClassArchive(home, jars)
+    kept = ClassArchive(home, [jars])
     assert re.fullmatch(r'"-XX:SharedArchiveFile=.+\.jsa"', kept.option)
     kept.keep(whole=True)
-    assert ClassArchive(home, jars).option == kept.option
+    assert ClassArchive(home, [jars]).option == kept.option
     jars.mkdir()  # other jars of Spark
-    assert "ArchiveClassesAtExit" in ClassArchive(home, jars).option
+    assert "ArchiveClassesAtExit" in ClassArchive(home, [jars]).option
 
 
 def test_jars_are_resolved_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -401,8 +401,11 @@ def test_jars_are_resolved_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     jar.touch()
     packages.note_jars(conf, f"file:///own.jar,{jar.as_uri()}")
     assert packages.known_jars(conf) == {
-        "spark.jars": f"/own.jar,{jar}", "spark.jars.packages": ""
+        "spark.jars": f"/own.jar,{jar}", "spark.jars.packages": "", packages.CLASS_PATH: str(jar)
     }  # fmt: skip
     assert packages.known_jars(conf | {"spark.jars.packages": "a:b:2"}) == {}
+    both = conf | {"spark.jars.packages": "a:b:1,c:d:2"}
+    packages.note_jars(both, jar.as_uri())
+    assert packages.CLASS_PATH not in packages.known_jars(both), "its jars would replace Spark's"
     jar.unlink()
     assert packages.known_jars(conf) == {}
