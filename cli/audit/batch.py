@@ -13,7 +13,7 @@ from txbroker.cli.run import CommandFailed, usage_errors
 from txbroker.config.settings import Settings
 from txbroker.errors import TxbrokerError
 from txbroker.spark.launch.failures import in_words
-from txbroker.spark.session import BRIEF_MAX, SparkSettings
+from txbroker.spark.session import BRIEF_MAX, SparkSettings, require_pyspark
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -91,6 +91,7 @@ def run_all(
     """
     from txbroker.spark.lock import alone
 
+    require_pyspark()
     failures: list[str] = []
 
     @contextmanager
@@ -110,7 +111,7 @@ def run_all(
                 journal = journal_of(settings)
                 last = journal.last()
                 _check(settings, request, several, journal.series())
-                waiting += _backlog(settings, last if request.mode == "incremental" else None)
+                waiting += _backlog(settings, request.mode, last)
                 accepted.append(settings)
         if accepted:
             fitting = structs.replace(spark, archives=True, brief=waiting < BRIEF_MAX)
@@ -135,12 +136,15 @@ def _check(settings: Settings, request: AuditRequest, several: bool, series: str
     check_local(_out_of(settings, request, several), prefix, request.table_format, expected)
 
 
-def _backlog(settings: Settings, last: "RunSummary | None") -> int:
-    """Return how many half messages a run reads that continues the last one; None: reads all."""
+def _backlog(settings: Settings, mode: str, last: "RunSummary | None") -> int:
+    """Return how many half messages a run may have to read. `last`: the run before it."""
     from txbroker.spark.access import access_from
     from txbroker.spark.facts.bounds import backlog
 
-    before = None if last is None or last.cut is None else last.cut.half
+    if mode == "rejudged":
+        return BRIEF_MAX  # it reads stored facts, and needs no Kafka
+    goes_on = mode == "incremental" and last is not None and last.cut is not None
+    before = last.cut.half if goes_on else None
     return backlog(access_from(settings), names_of(settings).half, before)
 
 

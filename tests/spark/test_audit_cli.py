@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from tests.kit.cli import Call, Result
-from tests.spark.audit_summaries import summary
+from tests.spark.audit_summaries import cut, summary
 from txbroker.cli.audit.output import STATES, drift_in_words, show_run
 from txbroker.cli.audit.run import arguments_again
 from txbroker.cli.main import cli
@@ -28,6 +28,7 @@ from txbroker.cli.run import run
 from txbroker.cli.setting_options import settings_from
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.spark import schema
+from txbroker.spark.access import AuditError, TopicEnds
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 from txbroker.spark.lock import alone
 from txbroker.spark.schema import (
@@ -39,6 +40,7 @@ from txbroker.spark.schema import (
     SnapshotBounds,
     TopicRead,
 )
+from txbroker.spark.session import BRIEF_MAX, SparkSettings
 from txbroker.spark.tables.manifest import Manifest
 
 
@@ -251,17 +253,21 @@ class Played:
 
     Attributes:
         finds: what the next run finds.
+        half_end: the end of the half topic.
+        brief: whether the last session of Spark was a brief one.
         fails: the error with which publishing fails, if any.
         steps: the steps taken, in order.
     """
 
     def __init__(self, call: Call, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.finds, self.steps = CLEAN, list[str]()
+        self.half_end, self.brief = 0, False
         self.fails: Exception | None = None
         self.report_fails: Exception | None = None
         self._call, self._data_dir = call, data_dir
         monkeypatch.setattr("txbroker.cli.audit.batch.started", self._started)
         monkeypatch.setattr("txbroker.spark.run.run_audit", self._run)
+        monkeypatch.setattr("txbroker.spark.access.AuditKafka.own_ends", self._own_ends)
         monkeypatch.setattr("txbroker.spark.access.publish", self._publish)
         monkeypatch.setattr("txbroker.cli.audit.publish.report_run", self._report)
 
@@ -270,9 +276,13 @@ class Played:
         return self._call("run", "--data-dir", self._data_dir, *options)
 
     @contextmanager
-    def _started(self, _: object) -> Iterator[tuple[None, SimpleNamespace]]:
+    def _started(self, spark: SparkSettings) -> Iterator[tuple[None, SimpleNamespace]]:
         self.steps.append("spark")
+        self.brief = spark.brief
         yield None, SimpleNamespace(stage=lambda _: None)
+
+    def _own_ends(self, topic: str) -> TopicEnds:
+        return TopicEnds(topic, (0,), (self.half_end,))
 
     def _run(self, *_: object) -> RunSummary:
         Journal(self._data_dir / JOURNAL_FILE).add(self.finds)
@@ -351,6 +361,32 @@ def test_unfit_tables_are_refused_before_spark_starts(
     result = played.audit("--out", tmp_path / "tables", *options)
     assert (result.code, result.out, played.steps) == (1, "", [])
     assert words in result.err
+
+
+def test_session_is_brief_where_little_is_to_be_read(played: Played) -> None:
+    read = msgspec.structs.replace(cut(), half=TopicRead("half", (0,), (0,), (BRIEF_MAX,)))
+    played.finds, played.half_end = msgspec.structs.replace(CLEAN, cut=read), BRIEF_MAX
+    found = []
+    for number, options in enumerate([(), (), ("--full",), ("--rejudge",)]):
+        played.finds = msgspec.structs.replace(played.finds, run=f"2026010{number + 1}T000000Z")
+        played.audit(*options)
+        found.append(played.brief)
+    assert found == [False, True, False, False]
+    played.half_end += BRIEF_MAX
+    played.audit()
+    assert not played.brief
+
+
+def test_missing_topics_are_reported_before_spark_starts(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(_: object, topic: str) -> TopicEnds:
+        raise AuditError(f"topic {topic} does not exist: check --kafka and --topic-prefix")
+
+    monkeypatch.setattr("txbroker.spark.access.AuditKafka.own_ends", missing)
+    result = played.audit()
+    assert (result.code, result.out, played.steps) == (1, "", [])
+    assert "topic txbroker.half does not exist" in result.err
 
 
 def test_unwritable_report_is_refused_before_the_run(played: Played, tmp_path: Path) -> None:

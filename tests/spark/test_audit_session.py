@@ -195,9 +195,10 @@ def test_a_good_java_on_path_is_taken_after_a_bad_one(
 
 
 def audit(tmp_path: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Call `txbroker audit run` in a separate process, without a reachable Kafka."""
+    """Call `txbroker audit stream` in a separate process, which starts Spark without a reachable
+    Kafka."""
     return subprocess.run(
-        [sys.executable, "-m", "txbroker.cli.submit", "run", "--data-dir", str(tmp_path),
+        [sys.executable, "-m", "txbroker.cli.submit", "stream", "--data-dir", str(tmp_path),
          "--kafka", "127.0.0.1:9", *options],
         capture_output=True, text=True, timeout=100, check=False,
         env=environment(TMPDIR=str(tmp_path), **variables),
