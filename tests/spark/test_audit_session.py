@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -391,6 +392,23 @@ def test_archive_of_classes_is_kept_after_a_whole_session(
     assert ClassArchive(home, [jars]).option == kept.option
     jars.mkdir()  # other jars of Spark
     assert "ArchiveClassesAtExit" in ClassArchive(home, [jars]).option
+    jars.rmdir()
+
+
+def test_archive_of_classes_is_removed_where_none_uses_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    used, unused = tmp_path / "used.jar", tmp_path / "unused.jar"
+    for jar in (used, unused):
+        archive = ClassArchive(tmp_path, [jar])
+        Path(archive.option.partition("=")[2].strip('"')).touch()  # as Java does when it ends
+        archive.keep(whole=True)
+    for kept in tmp_path.rglob("*.jsa"):
+        os.utime(kept, (0, 0))
+    assert ClassArchive(tmp_path, [used]).is_there
+    assert not ClassArchive(tmp_path, [unused]).is_there
+    assert ClassArchive(tmp_path, [used]).is_there
 
 
 def test_jars_are_resolved_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
