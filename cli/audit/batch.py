@@ -143,8 +143,8 @@ def _backlog(settings: Settings, mode: str, last: "RunSummary | None") -> int:
 
     if mode == "rejudged":
         return BRIEF_MAX  # it reads stored facts, and needs no Kafka
-    goes_on = mode == "incremental" and last is not None and last.cut is not None
-    before = last.cut.half if goes_on else None
+    cut = None if last is None or mode != "incremental" else last.cut
+    before = None if cut is None else cut.half
     return backlog(access_from(settings), names_of(settings).half, before)
 
 
