@@ -179,6 +179,10 @@ def test_spark_comes_to_what_the_judge_comes_to(spark: SparkSession) -> None:
     assert len({row["verdict"] for row in found.values()}) > 8
 
 
+def test_without_facts_there_are_no_verdicts(spark: SparkSession) -> None:
+    assert judged_by_spark(spark, []) == {}
+
+
 def test_the_plain_never_come_to_python(spark: SparkSession) -> None:
     from txbroker.spark.judge.group import _by_sql, _grouped
 
