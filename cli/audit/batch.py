@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -139,13 +140,13 @@ def _check(settings: Settings, request: AuditRequest, several: bool, series: str
 def _backlog(settings: Settings, mode: str, last: "RunSummary | None") -> int:
     """Return how many half messages a run may have to read. `last`: the run before it."""
     from txbroker.spark.access import access_from
-    from txbroker.spark.facts.bounds import backlog
 
     if mode == "rejudged":
         return BRIEF_MAX  # it reads stored facts, and needs no Kafka
+    now = access_from(settings).own_ends(names_of(settings).half)
     cut = None if last is None or mode != "incremental" else last.cut
-    before = None if cut is None else cut.half
-    return backlog(access_from(settings), names_of(settings).half, before)
+    reached = () if cut is None else cut.half.ends
+    return sum(now.ends) - sum(map(max, zip_longest(now.starts, reached, fillvalue=0)))
 
 
 def _out_of(settings: Settings, request: AuditRequest, several: bool) -> str:

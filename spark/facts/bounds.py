@@ -17,7 +17,7 @@ import msgspec
 from txbroker.contract.json import TIMESTAMP_MS_MAX
 from txbroker.core.records import Record
 from txbroker.kafka.tools.audit_access import Stored
-from txbroker.spark.access import AuditError, AuditKafka, TopicEnds
+from txbroker.spark.access import AuditError, TopicEnds
 from txbroker.spark.judge.rows import can_be_topic
 from txbroker.spark.schema import TopicRead
 
@@ -69,17 +69,6 @@ def _taken(begins: Sequence[int], last: TopicRead | None) -> int:
         return 0
     ends = (*last.ends, *[0] * (len(begins) - len(last.ends)))
     return sum(max(0, begin - end) for begin, end in zip(begins, ends, strict=False))
-
-
-def backlog(access: AuditKafka, topic: str, before: TopicRead | None) -> int:
-    """Return how many records of one of txbroker's own topics a run has to read. `before`: as in
-    `read_on`."""
-    return count_of(read_on(access.own_ends(topic), before))
-
-
-def count_of(read: TopicRead) -> int:
-    """Return the number of offsets between the bounds of a read."""
-    return sum(read.ends) - sum(read.begins)
 
 
 def read_target(

@@ -27,7 +27,6 @@ from txbroker.spark import schema
 from txbroker.spark.access import AuditKafka, TopicEnds
 from txbroker.spark.facts.bounds import (
     OVERFLOW,
-    count_of,
     find_far,
     from_positions,
     held,
@@ -42,7 +41,7 @@ from txbroker.spark.facts.messages import (
     visible_facts,
     with_contents,
 )
-from txbroker.spark.facts.topics import TopicReader, in_words
+from txbroker.spark.facts.topics import TopicReader, count_of, in_words
 from txbroker.spark.folders import make, names_in, remove, replace
 from txbroker.spark.schema import (
     Extract,

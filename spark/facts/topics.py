@@ -13,7 +13,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from txbroker.spark.access import AuditError, AuditKafka
-from txbroker.spark.facts.bounds import FarRanges, around, as_row, chunks, count_of
+from txbroker.spark.facts.bounds import FarRanges, around, as_row, chunks
 from txbroker.spark.facts.messages import with_at_ms
 from txbroker.spark.schema import TopicRead
 from txbroker.spark.session import setting
@@ -78,6 +78,11 @@ class TopicReader:
         others = ",".join(source for source in sources if source != "kafka")
         with setting(self._spark, _V1_SOURCES, others), in_words():
             return self._spark.read.format("kafka").options(**options).load()
+
+
+def count_of(read: TopicRead) -> int:
+    """Return the number of offsets between the bounds of a read."""
+    return sum(read.ends) - sum(read.begins)
 
 
 def _offsets(of: Sequence[int]) -> dict[str, int]:

@@ -19,7 +19,6 @@ from pyspark.sql.window import Window
 
 from txbroker.spark import schema
 from txbroker.spark.facts.messages import id_partition
-from txbroker.spark.folders import remove
 from txbroker.spark.judge import fold, judge, rows
 from txbroker.spark.judge.horizon import of_partition
 from txbroker.spark.judge.judge import judge_rows
@@ -47,12 +46,8 @@ _UNJUDGED = "unjudged"
 def _judged() -> StructType:
     """Return the columns of a transaction before the order within keys is checked."""
     # Spark's parser needs a session, so this cannot run at import.
-    ddl = f"{schema.VERDICT}, order_mark bigint, ordered {_ORDERED}, id_ms bigint"
+    ddl = f"{schema.VERDICT}, order_mark bigint, ordered {_ORDERED}"
     return cast(StructType, StructType.fromDDL(ddl))
-
-
-def _judged_columns() -> list[str]:
-    return [name for name in _judged().names if name != "id_ms"]
 
 
 def judge_facts(
@@ -79,18 +74,17 @@ def judge_facts(
     if counts.get["unjudged"]:  # a worker of Python starts even for none
         rest = spark.read.schema(grouped.schema).parquet(judged).where(unjudged)
         _append(_by_judge(rest, terms, horizon), judged)
-        remove(spark, f"{judged}/verdict={_UNJUDGED}")
-    rows = spark.read.schema(_judged()).parquet(judged)
-    late = _overtaken(rows, horizon) if any(counts.get.values()) else None
-    # Usually there are none, which saves joining and writing the verdicts again.
-    count = 0 if late is None else late.count()
-    if late is not None and count:
-        # To the verdicts, of which there are far more.
-        rows = _with_late(rows, F.broadcast(late) if count <= _BROADCAST_ROWS_MAX else late)
+    rows, count = spark.read.schema(_judged()).parquet(judged).where(~unjudged), 0
+    if any(counts.get.values()):
+        late = _overtaken(rows, horizon)
+        # Usually there are none, which saves joining and writing the verdicts again.
+        count = late.count()
+        if count:  # to the verdicts, of which there are far more
+            rows = _with_late(rows, F.broadcast(late) if count <= _BROADCAST_ROWS_MAX else late)
     if count or chosen is not None:
         _append(rows if chosen is None else chosen(rows), f"{path}/corrected")
         rows = spark.read.schema(_judged()).parquet(f"{path}/corrected")
-    return rows.select(*(name for name in _judged_columns() if name not in _FOR_ORDER))
+    return rows.select(*(name for name in _judged().names if name not in _FOR_ORDER))
 
 
 def _append(rows: DataFrame, path: str) -> None:
@@ -125,7 +119,7 @@ def _grouped(facts: Facts) -> DataFrame:
     ]
     # Repartition first: otherwise Spark sorts before the shuffle, for a partial aggregate, and
     # again after it.
-    rows = reduce(DataFrame.unionAll, parts).repartition("di")
+    rows = reduce(DataFrame.unionAll, parts).repartition(_tasks(parts[0].sparkSession), "di")
     arrays: DataFrame = rows.groupBy("di").agg(
         *(F.collect_list(side).alias(side) for side in _SIDES)
     )
@@ -134,6 +128,12 @@ def _grouped(facts: Facts) -> DataFrame:
         side: F.when(F.size(side) > 1, F.sort_array(side)).otherwise(F.col(side)) for side in _FIRST
     }
     return arrays.withColumns(in_order).withColumn("id", F.reverse("di")).drop("di")
+
+
+def _tasks(spark: SparkSession) -> int:
+    """Return the number of tasks of a shuffle, see `session.spread`. Spark would join some of them,
+    which then sort more rows than they have memory for."""
+    return int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
 
 
 def _struct(side: str, table: DataFrame) -> Column:
@@ -281,8 +281,7 @@ def _visible_at(one: Column, fields: tuple[str, ...]) -> Column:
 
 def _by_judge(rest: DataFrame, terms: JudgeTerms, horizon: Horizon) -> DataFrame:
     kind = _judged()
-    rows = rest.select("id", *_SIDES).mapInArrow(_judging(kind, terms, horizon), kind)
-    return rows.select(*_judged_columns())
+    return rest.select("id", *_SIDES).mapInArrow(_judging(kind, terms, horizon), kind)
 
 
 def _judging(

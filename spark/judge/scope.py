@@ -149,16 +149,11 @@ def judge_scope(
     )
     chosen: Callable[[DataFrame], DataFrame] | None = None
     if scope.context is not None:
-        chosen = partial(_without, scope.context)
+        chosen = partial(DataFrame.join, other=scope.context.select("id"), on="id", how="left_anti")
     elif scope.part is not None:
         chosen = partial(_verdicts_of, scope.part)
-    return judge_facts(
-        spark, scope.facts, JudgeTerms(**structs.asdict(terms)), horizon, path, chosen
-    )
-
-
-def _without(context: DataFrame, rows: DataFrame) -> DataFrame:
-    return rows.join(context.select("id"), "id", "left_anti")
+    given = JudgeTerms(**structs.asdict(terms))
+    return judge_facts(spark, scope.facts, given, horizon, path, chosen)
 
 
 def _verdicts_of(part: Part, rows: DataFrame) -> DataFrame:

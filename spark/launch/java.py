@@ -82,10 +82,10 @@ class ClassArchive:
         self._path = cache_dir() / "spark" / f"classes-{name}.jsa"
         self._fresh = self._path.with_suffix(f".{os.getpid()}")
         self.is_there = self._path.exists()
+        with suppress(OSError):  # another user's
+            os.utime(self._path)
         with suppress(OSError):  # then Java cannot write it either
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self.is_there:
-                os.utime(self._path)
             for other in self._path.parent.glob("classes-*.jsa"):
                 if time.time() - other.stat().st_mtime > _UNUSED_S:
                     other.unlink()

@@ -76,17 +76,26 @@ def known_jars(conf: Mapping[str, str]) -> dict[str, str]:
     """Return the settings that load the packages as an earlier start has resolved them, without
     Ivy, which takes two to four processor seconds; empty where that is not known.
 
-    The connector alone is on the driver's class path too: Java's archive holds no classes of other
-    loaders. With packages of the caller's it is not, as they would go before Spark's own jars.
+    Java's archive holds no classes of other loaders than that of the class path. So the connector
+    is on the driver's class path too, unless the caller adds jars, which it would go before.
     """
     jars = [ivy_dir() / "jars" / name for name in _resolved().get(_packages_of(conf), ())]
     if not jars or not all(jar.exists() for jar in jars):
         return {}
-    paths = [*map(str, jars)]
-    known = {"spark.jars": ",".join(filter(None, (conf.get("spark.jars"), *paths)))}
-    if "," not in conf["spark.jars.packages"]:
-        known[CLASS_PATH] = os.pathsep.join(filter(None, (conf.get(CLASS_PATH), *paths)))
+    own = conf.get("spark.jars")
+    known = {"spark.jars": ",".join([*([own] if own else []), *map(str, jars)])}
+    if not (own or "," in conf["spark.jars.packages"] or conf.get(CLASS_PATH) or _has_defaults()):
+        known[CLASS_PATH] = os.pathsep.join(map(str, jars))
     return {**known, "spark.jars.packages": ""}
+
+
+def _has_defaults() -> bool:
+    """Return whether there are Spark settings that this process does not know."""
+    import pyspark
+
+    home = os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent
+    folder = os.environ.get("SPARK_CONF_DIR") or Path(home, "conf")
+    return Path(folder, "spark-defaults.conf").exists()
 
 
 def note_jars(conf: Mapping[str, str], loaded: str) -> None:

@@ -63,7 +63,7 @@ def judged_by_spark(
         rows = [row.asDict(recursive=True) for row in table.collect()]
         kept = min(Path(folder).iterdir())  # `corrected`, if it is there, else `judged`
         # By verdict, so that findings are read without all others.
-        of_verdicts = {path.name for path in kept.glob("verdict=*")}
+        of_verdicts = {path.name for path in kept.glob("verdict=*")} - {"verdict=unjudged"}
     found = {row["id"]: row for row in rows}
     assert len(found) == len(rows)
     assert table.columns == StructType.fromDDL(VERDICT).names

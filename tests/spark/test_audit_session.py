@@ -413,18 +413,24 @@ def test_archive_of_classes_is_removed_where_none_uses_it(
 
 def test_jars_are_resolved_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    conf = {"spark.jars.packages": "a:b:1", "spark.jars": "/own.jar"}
+    conf = {"spark.jars.packages": "a:b:1"}
     assert packages.known_jars(conf) == {}
     jar = packages.ivy_dir() / "jars" / "a_b-1.jar"
     jar.parent.mkdir(parents=True)
     jar.touch()
     packages.note_jars(conf, f"file:///own.jar,{jar.as_uri()}")
-    assert packages.known_jars(conf) == {
-        "spark.jars": f"/own.jar,{jar}", "spark.jars.packages": "", packages.CLASS_PATH: str(jar)
-    }  # fmt: skip
+    known = {"spark.jars": str(jar), "spark.jars.packages": ""}
+    assert packages.known_jars(conf) == {**known, packages.CLASS_PATH: str(jar)}
     assert packages.known_jars(conf | {"spark.jars.packages": "a:b:2"}) == {}
-    both = conf | {"spark.jars.packages": "a:b:1,c:d:2"}
+    # There it would go before what the caller adds.
+    both = {"spark.jars.packages": "a:b:1,c:d:2"}
     packages.note_jars(both, jar.as_uri())
-    assert packages.CLASS_PATH not in packages.known_jars(both), "its jars would replace Spark's"
+    assert packages.known_jars(both) == known
+    assert packages.known_jars(conf | {packages.CLASS_PATH: "/x"}) == known
+    own = packages.known_jars(conf | {"spark.jars": "/own.jar"})
+    assert own == known | {"spark.jars": f"/own.jar,{jar}"}
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
+    (tmp_path / "spark-defaults.conf").touch()
+    assert packages.known_jars(conf) == known
     jar.unlink()
     assert packages.known_jars(conf) == {}
