@@ -207,23 +207,13 @@ def test_one_hot_group_topic_and_key_spreads_over_tasks(spark: SparkSession) -> 
     from pyspark.sql import functions as F
 
     from txbroker.spark.judge.group import _grouped
+    from txbroker.spark.session import setting
 
     count, tasks = 2000, 8
     hot = [ordered(n, n, 10 * n) for n in range(1, count + 1)]
-    conf = {
-        "spark.sql.shuffle.partitions": str(tasks),
-        # Spark would join small parts to one task.
-        "spark.sql.adaptive.coalescePartitions.enabled": "false",
-    }
-    was = {name: spark.conf.get(name) for name in conf}
-    for name, value in conf.items():
-        spark.conf.set(name, value)
-    try:
+    with setting(spark, "spark.sql.shuffle.partitions", str(tasks)):
         grouped = _grouped(tables(spark, hot))
         rows = grouped.groupBy(F.spark_partition_id().alias("task")).count().collect()
-    finally:
-        for name, value in was.items():
-            spark.conf.set(name, value or "")
     shares = [row["count"] for row in rows]
     assert (sum(shares), len(shares)) == (count, tasks)
     assert max(shares) < 2 * count / tasks

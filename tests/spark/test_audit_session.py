@@ -392,7 +392,6 @@ def test_archive_of_classes_is_kept_after_a_whole_session(
     assert ClassArchive(home, [jars]).option == kept.option
     jars.mkdir()  # other jars of Spark
     assert "ArchiveClassesAtExit" in ClassArchive(home, [jars]).option
-    jars.rmdir()
 
 
 def test_archive_of_classes_is_removed_where_none_uses_it(
@@ -413,6 +412,7 @@ def test_archive_of_classes_is_removed_where_none_uses_it(
 
 def test_jars_are_resolved_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
     conf = {"spark.jars.packages": "a:b:1"}
     assert packages.known_jars(conf) == {}
     jar = packages.ivy_dir() / "jars" / "a_b-1.jar"
@@ -429,7 +429,6 @@ def test_jars_are_resolved_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert packages.known_jars(conf | {packages.CLASS_PATH: "/x"}) == known
     own = packages.known_jars(conf | {"spark.jars": "/own.jar"})
     assert own == known | {"spark.jars": f"/own.jar,{jar}"}
-    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
     (tmp_path / "spark-defaults.conf").touch()
     assert packages.known_jars(conf) == known
     jar.unlink()
