@@ -174,7 +174,8 @@ async def _start_outbox(capture: Capture, settings: Settings) -> Running:
     """Start the relay of the outbox to which triggers write."""
     from txbroker.relay import Outbox, Relay
 
-    to_do = [each.text for each in await capture.plan() if each.state is not StepState.DONE]
+    missing = (StepState.TO_DO, StepState.REFUSED)
+    to_do = [each.text for each in await capture.plan() if each.state in missing]
     if to_do:
         raise CommandFailed(f"{'; '.join(to_do)}: run `txbroker capture apply FILE` first")
     relay = Relay(

@@ -144,6 +144,7 @@ async def test_changes_of_all_kinds(pg: PgWorld) -> None:
         "after": None,
         "key": None,
         "unchanged": [],
+        "fault": "",
     }
     orders, kept = {**known, "table": "orders"}, {**known, "table": "kept"}
     ((version,),) = pg.execute("SELECT current_setting('server_version_num')::int")

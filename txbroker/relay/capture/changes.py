@@ -25,6 +25,8 @@ from msgspec import Struct
 from txbroker.core.records import Message
 
 Operation: TypeAlias = Literal["insert", "update", "delete", "truncate"]
+Unshown: TypeAlias = Literal["cascades", "partitions", "statements", "versions"]
+"""Kinds of changes that the log of a database does not show as rows; see `setup.Gap`."""
 Row: TypeAlias = Mapping[str, Any]
 """Values by the name of their column."""
 
@@ -40,6 +42,8 @@ class Change(Struct, frozen=True, gc=False):
             sends only that; `before` is None then.
         unchanged: columns that `after` lacks: large values that an update left as they were, which
             PostgreSQL does not send. If `before` has them, `after` has them, too.
+        fault: why a value cannot be shown, with the name of its column, which is None then; "" if
+            all can. `Conversion` refuses the change.
     """
 
     schema: str
@@ -49,6 +53,7 @@ class Change(Struct, frozen=True, gc=False):
     after: Row | None = None
     key: Row | None = None
     unchanged: tuple[str, ...] = ()
+    fault: str = ""
 
 
 class Emitted(Struct, frozen=True, gc=False):
@@ -79,6 +84,7 @@ class CapturedTable(Struct, frozen=True, gc=False):
     Attributes:
         key: columns of the message key.
         before: whether messages hold the whole row before the change.
+        accept: changes that the log does not show, and that the user knows to be missing.
     """
 
     schema: str
@@ -86,6 +92,7 @@ class CapturedTable(Struct, frozen=True, gc=False):
     operations: frozenset[Operation]
     key: tuple[str, ...]
     before: bool = False
+    accept: frozenset[Unshown] = frozenset()
 
 
 class CaptureMapping(Protocol):

@@ -27,6 +27,7 @@ from txbroker.relay.capture.changes import (
     Emitted,
     Operation,
     TransactionInfo,
+    Unshown,
 )
 from txbroker.relay.capture.envelope import TableWriter, identified
 
@@ -49,6 +50,7 @@ class TableMapping(Struct, frozen=True, kw_only=True):
         tombstones: a delete becomes a record without value.
         headers: fixed texts.
         header_columns: columns by the header's name.
+        accept: changes that the database's log does not show, and that may be missing.
     """
 
     table: str
@@ -63,6 +65,7 @@ class TableMapping(Struct, frozen=True, kw_only=True):
     tombstones: bool = False
     headers: dict[str, str] = {}
     header_columns: dict[str, str] = {}
+    accept: list[Unshown] = []
 
 
 class _File(Struct, frozen=True, kw_only=True):
@@ -225,6 +228,7 @@ def _writer(name: str, table: TableMapping, schema: str) -> TableWriter:
         tombstones=table.tombstones,
         headers=tuple((each, text.encode()) for each, text in table.headers.items()),
         header_columns=tuple(table.header_columns.items()),
+        accept=frozenset(table.accept),
     )
 
 

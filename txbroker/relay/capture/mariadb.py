@@ -36,6 +36,7 @@ from txbroker.relay.capture.binlog import (
 )
 from txbroker.relay.capture.binlog_values import BYTE_TYPES
 from txbroker.relay.capture.changes import CaptureMapping, Change, TransactionInfo
+from txbroker.relay.capture.conversion import Conversion
 from txbroker.relay.capture.envelope import refused_change
 from txbroker.relay.capture.setup import refusals
 from txbroker.relay.source import Delivery
@@ -70,21 +71,18 @@ class _Reader:
     Args:
         lost: called with the error where changes are lost; raises it, or has the next reader skip
             them.
-        skip: ids of changes that are left out.
         uncompared: called where the next reader is to begin without a comparison.
     """
 
     def __init__(
         self,
         binlog: Binlog,
-        mapping: CaptureMapping,
+        conversion: Conversion,
         lost: Callable[[ChangesLost], None],
         uncompared: Callable[[], None],
-        skip: Collection[str],
     ) -> None:
-        self._skip = skip
         self._binlog = binlog
-        self._mapping = mapping
+        self._conversion = conversion
         self._lost = lost
         self._uncompared = uncompared
         self._loop = asyncio.get_running_loop()
@@ -155,7 +153,7 @@ class _Reader:
         for event in self._binlog.read():
             if isinstance(event, Change):
                 assert info is not None
-                for message in self._converted(info, number, event):
+                for message in self._conversion.messages(info, number, event):
                     messages.append(message)
                     size += _MESSAGE_BYTES + len(message.key or b"") + len(message.value or b"")
                 number += 1
@@ -181,12 +179,6 @@ class _Reader:
                 skipped, last_s = None, time.monotonic()
             if self._closed:
                 return
-
-    def _converted(self, info: TransactionInfo, number: int, change: Change) -> Sequence[Message]:
-        if self._skip and (change_id := f"{info.id}/{number}") in self._skip:
-            log.warning("capture leaves a change out", capture=self._mapping.name, change=change_id)
-            return ()
-        return self._mapping.messages(info, number, change)
 
     def _put(self, piece: _Piece) -> None:
         with self._changed:
@@ -250,7 +242,7 @@ class MariadbSource:
         skip: Collection[str] = (),
     ) -> None:
         self._mapping = mapping
-        self._skip = frozenset(skip)
+        self._conversion = Conversion(mapping, skip)
         self._database = database
         self._skips_gaps = on_gap == "skip"
         self._uncompared = False
@@ -288,7 +280,7 @@ class MariadbSource:
             start = Position(start.gtids)
         self._gap, self._uncompared = "", False
         binlog = Binlog(database, facts.byte_types(BYTE_TYPES), start)
-        self._reader = _Reader(binlog, mapping, self._lost, self._not_compared, self._skip)
+        self._reader = _Reader(binlog, self._conversion, self._lost, self._not_compared)
 
     def _not_compared(self) -> None:
         self._uncompared = True

@@ -27,6 +27,7 @@ from txbroker.databases.steps import Query, one
 from txbroker.door.placing import Refusal
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.changes import CaptureMapping, Change, Emitted, TransactionInfo
+from txbroker.relay.capture.conversion import Conversion
 from txbroker.relay.capture.envelope import refused_change
 from txbroker.relay.capture.pg import facts as pgfacts
 from txbroker.relay.capture.pg.pgoutput import (
@@ -112,7 +113,7 @@ class PostgresSource:
         self._mapping = mapping
         self._database = database
         self._skips_gaps = on_gap == "skip"
-        self._skip = frozenset(skip)
+        self._conversion = Conversion(mapping, skip)
         self._beat_s = beat_s
         self._held_max_s = held_max_s
         self._held_since_s = 0.0
@@ -143,7 +144,7 @@ class PostgresSource:
         self._failure = None
         self._delivered, self._delivered_s = begin, time.monotonic()
         self._unplaced = self._place(begin) != position
-        self._reader = _Reader(stream, self._mapping, slot.database, begin, self._skip)
+        self._reader = _Reader(stream, self._mapping, self._conversion, slot.database, begin)
         self._beat = asyncio.create_task(self._beats(stream), name=f"capture {self._mapping.name}")
 
     async def _free_slot(self) -> tuple[int, pgfacts.Slot]:
@@ -367,7 +368,6 @@ class _Reader:
     Args:
         database: its name.
         begin: what committed before it is passed over, an LSN.
-        skip: ids of changes that are left out.
 
     Attributes:
         messages, size: those that were read and not taken; bytes.
@@ -378,18 +378,17 @@ class _Reader:
         self,
         stream: PgStream,
         mapping: CaptureMapping,
+        conversion: Conversion,
         database: str,
         begin: int,
-        skip: Collection[str],
     ) -> None:
         self.stream = stream
         self.messages: list[Message] = []
         self.size = 0
         self.inside = False
-        self._mapping = mapping
+        self._conversion = conversion
         self._facts = {"kind": "postgresql", "database": database}
         self._begin = begin
-        self._skip = skip
         self._decode = Decoder({(each.schema, each.table) for each in mapping.tables}).decode
         self._transaction = TransactionInfo("", 0, self._facts)
         self._number = 0
@@ -453,16 +452,7 @@ class _Reader:
     def _add(self, change: Change | Emitted) -> None:
         number = self._number
         self._number = number + 1
-        if self._skip and self._skips(f"{self._transaction.id}/{number}"):
-            return
-        try:
-            messages = self._mapping.messages(self._transaction, number, change)
-        except ConfigurationError as error:
-            change_id = f"{self._transaction.id}/{number}"
-            raise ConfigurationError(
-                f"change {change_id}: {error}; to leave it out, run with --skip {change_id}"
-            ) from error
-        for message in messages:
+        for message in self._conversion.messages(self._transaction, number, change):
             self.messages.append(message)
             self.size += len(message.key or b"") + len(message.value or b"") + _RECORD_BYTES
 
@@ -473,15 +463,9 @@ class _Reader:
             self._add(Emitted(message.content))
             return
         change_id = f"{lsn_text(message.lsn)}/0"
-        if message.lsn >= self._begin and not self._skips(change_id):
+        if message.lsn >= self._begin and not self._conversion.skips(change_id):
             raise ConfigurationError(
                 f"change {change_id}: pg_logical_emit_message(false, '{PREFIX}', …) belongs to no "
                 "transaction and would be visible even after a rollback: pass true; to leave this "
                 f"one out, run with --skip {change_id}"
             )
-
-    def _skips(self, change_id: str) -> bool:
-        if change_id not in self._skip:
-            return False
-        log.warning("capture leaves a change out", capture=self._mapping.name, change=change_id)
-        return True

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from msgspec import Struct
 
 from txbroker.databases.database import Database
-from txbroker.relay.capture.changes import CaptureMapping
+from txbroker.relay.capture.changes import CapturedTable, CaptureMapping, Unshown
 
 D = TypeVar("D", bound=Database, contravariant=True)
 
@@ -23,6 +23,8 @@ class StepState(StrEnum):
     """It cannot be taken; the text has the reason and the next step. Nothing is changed then."""
     ADVICE = "advice"
     """The capture works without it; the text has the reason to take it."""
+    ACCEPTED = "accepted"
+    """Changes are not captured, and the mapping consents."""
 
 
 class Step(Struct, frozen=True):
@@ -46,6 +48,38 @@ NO_EMITTED = Step(
 def refusals(steps: Iterable[Step]) -> list[str]:
     """Return why steps cannot be taken, as sentences with the next step."""
     return [each.text for each in steps if each.state is StepState.REFUSED]
+
+
+class Gap(Struct, frozen=True):
+    """Changes of a captured table that its database's log does not show.
+
+    Attributes:
+        kind: consent in the mapping's `accept`.
+        problem: which changes are missing and why, without a full stop.
+        remedy: how to change the database so that they are shown.
+    """
+
+    table: CapturedTable
+    kind: Unshown
+    problem: str
+    remedy: str
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the mapping consents."""
+        return self.kind in self.table.accept
+
+    @property
+    def step(self) -> Step:
+        """The step of a plan: refused without consent."""
+        name = f"table {self.table.schema}.{self.table.table}: {self.problem}"
+        if self.accepted:
+            return Step(StepState.ACCEPTED, f'{name}: accept = ["{self.kind}"]')
+        return Step(
+            StepState.REFUSED,
+            f"{name}: {self.remedy}; if those changes may be missing, add "
+            f'accept = ["{self.kind}"] to the table in the mapping',
+        )
 
 
 class CaptureSetup(Protocol[D]):
