@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, cast
 import h11
 
 from txbroker.checkers.daemon_threads import DaemonThreads
-from txbroker.config.addresses import plain_host
+from txbroker.config.addresses import Address, plain_host
 
 LOOKUPS_MAX = 24
 """Names resolved at a time, apart from those that hang. A look-up cannot be cancelled."""
@@ -214,9 +214,9 @@ async def connect(
             deadline_s = limit.when() or 0.0
             return await _connect_any(addresses, host, port, tls, deadline_s)
     except TimeoutError:
-        raise CannotConnect(f"{host}:{port}: no {stage} within {timeout_s:g} s") from None
+        raise CannotConnect(f"{Address(host, port)}: no {stage} within {timeout_s:g} s") from None
     except OSError as error:
-        raise CannotConnect(f"{host}:{port}: {_reason(error)}") from None
+        raise CannotConnect(f"{Address(host, port)}: {_reason(error)}") from None
 
 
 async def _connect_any(

@@ -93,8 +93,8 @@ class ApiConnection:
     ) -> None:
         parts = urlsplit(url)
         self._url = url
-        self._address = parts.hostname or "", parts.port
         self._secure = parts.scheme == "https"
+        self._address = parts.hostname or "", parts.port or (443 if self._secure else 80)
         self._base = parts.path.rstrip("/")
         self._headers = {"accept": "application/json", **headers}
         self._tls = tls

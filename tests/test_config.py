@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.kit.secret_files import secret_file
-from txbroker.config.addresses import Address, parse_address, read_secret
+from txbroker.config.addresses import Address, parse_address, parse_servers, read_secret
 from txbroker.config.settings import Settings, load_settings
 from txbroker.errors import ConfigurationError
 
@@ -324,6 +324,41 @@ def test_secrets_stand_in_files_and_never_in_repr(tmp_path: Path) -> None:
 def test_addresses_and_their_urls() -> None:
     assert parse_address("[::1]:8470").url_of(secure=False) == "http://[::1]:8470"
     assert parse_address("proxy-1:80") == Address("proxy-1", 80)
+
+
+@pytest.mark.parametrize(
+    ("kafka", "servers"),
+    [
+        ("::1", ["[::1]:9092"]),
+        ("[::1]", ["[::1]:9092"]),
+        ("[::1]:9093, kafka:1,127.0.0.1:2", ["[::1]:9093", "kafka:1", "127.0.0.1:2"]),
+        ("2001:db8::a", ["[2001:db8::a]:9092"]),
+        ("1:2:3:4:5:6:7:8", ["[1:2:3:4:5:6:7:8]:9092"]),
+    ],
+)
+def test_kafka_servers_may_be_ipv6_addresses(kafka: str, servers: list[str]) -> None:
+    assert load_settings({"kafka": kafka}, environ={}).kafka == kafka
+    assert list(map(str, parse_servers(kafka))) == servers
+
+
+@pytest.mark.parametrize(
+    ("kafka", "sentence"),
+    [
+        ("::1:9092", r"it could end with a port: write \[::1\]:9092, or \[::1:9092\]:9092"),
+        ("[::1]:0", "has port 0"),
+        ("[::1", "is not an address"),
+        ("[kafka]:9092", "is not an address"),
+        ("localhost", "is not an address: expected host:port$"),
+    ],
+)
+def test_doubtful_kafka_servers_are_refused(kafka: str, sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"kafka: .*{sentence}"):
+        load_settings({"kafka": kafka}, environ={})
+
+
+def test_an_ipv6_address_to_listen_at_needs_brackets_and_a_port() -> None:
+    with pytest.raises(ConfigurationError, match=r"such as \[::1\]:PORT"):
+        load_settings({"listen": "::1"}, environ={})
 
 
 def test_advertise_has_one_spelling() -> None:

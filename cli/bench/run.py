@@ -24,7 +24,7 @@ from txbroker.cli.bench.load import Job, LoadEvent, LoadLog
 from txbroker.cli.contexts import NO_CREDENTIALS, CredentialFiles
 from txbroker.cli.proxy.serving import WORKER_MODULE
 from txbroker.cli.run import CommandFailed, piped_module
-from txbroker.config.addresses import parse_address
+from txbroker.config.addresses import parse_servers
 from txbroker.config.settings import Settings, load_settings
 from txbroker.embedded import BarProgress, EmbeddedKafka
 from txbroker.kafka.tools.consumers import (
@@ -193,7 +193,7 @@ class _UsageMeter:
         parts = urlsplit(proxy.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         self._proxy = ListeningProcess(parts.hostname or "", port)
-        addresses = [parse_address(part.strip()) for part in proxy.settings.kafka.split(",")]
+        addresses = parse_servers(proxy.settings.kafka)
         self._brokers = [ListeningProcess(address.host, address.port) for address in addresses]
 
     def read(self, event: LoadEvent) -> _UsageSample:

@@ -29,9 +29,9 @@ from txbroker.cli.output import duration
 from txbroker.config.addresses import (
     OPEN_MODE,
     Address,
-    parse_address,
     parse_host_rules,
     parse_secret_variable,
+    parse_servers,
 )
 from txbroker.config.settings import Settings
 from txbroker.principals import Directory, Principal, Role, read_principals, share_name
@@ -87,7 +87,7 @@ async def access_credentials(subject: Subject) -> AsyncIterator[str]:
         guarded = settings.peer_identity if name == "peer_listen" else settings.guarded
         guarded = guarded or (name == "admin_listen" and settings.admin_token_file is not None)
         if not guarded:
-            yield f"{name} {address.host}:{address.port} takes calls without a credential"
+            yield f"{name} {address} takes calls without a credential"
 
 
 @_check(
@@ -205,10 +205,9 @@ async def access_kafka(subject: Subject) -> AsyncIterator[str]:
         return
     if protocol == "SASL_PLAINTEXT":
         protocol += f" with {settings.kafka_sasl_mechanism}"
-    for server in settings.kafka.split(","):
-        address = parse_address(server.strip())
+    for address in parse_servers(settings.kafka):
         if address.public:
-            yield f"{protocol} to {address.host}:{address.port}: {why}"
+            yield f"{protocol} to {address}: {why}"
 
 
 @_check(
@@ -274,7 +273,7 @@ async def access_tls(subject: Subject) -> AsyncIterator[str]:
     settings = subject.settings
     public = [] if settings.secure else list(_public_listeners(settings))
     for name, address in public:
-        yield f"{name} {address.host}:{address.port} takes calls without TLS"
+        yield f"{name} {address} takes calls without TLS"
     if public and settings.peer_secret_file is not None:
         yield "peer_secret_file without tls_cert_file: the secret is sent unencrypted"
 

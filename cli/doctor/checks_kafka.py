@@ -8,11 +8,19 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from txbroker.cli.doctor.findings import CheckLevel, CheckRegistry, Finding, Section, fine, judged
+from txbroker.cli.doctor.findings import (
+    CheckLevel,
+    CheckRegistry,
+    Finding,
+    Section,
+    fine,
+    judged,
+    unknown,
+)
 from txbroker.cli.doctor.subject import Subject, Unavailable
 from txbroker.contract.service import Overview
 from txbroker.door.consuming import TopicSpec
-from txbroker.kafka.protocol.codes import Code, describe
+from txbroker.kafka.protocol.codes import RETRIABLE, Code, describe
 from txbroker.kafka.tools.examination import BrokerFacts, Cluster, PartitionCopies
 
 FETCH_VERSION_MIN = 17
@@ -39,6 +47,7 @@ book = CheckRegistry(Section.KAFKA, needs=("kafka-reachable",))
     hint="Name its bootstrap servers with --kafka, and check that it runs and is "
     "reachable: address, firewall, TLS, login.",
     doc="docs/how-to/run-a-proxy.md",
+    reaches=True,
 )
 async def kafka_reachable(subject: Subject) -> Finding:
     cluster = await subject.cluster()
@@ -96,7 +105,19 @@ async def kafka_rights(subject: Subject) -> Finding:
         missing.append(f"transactional ids that begin with {half}-: Describe, Write")
     if missing:
         return judged(CheckLevel.FAILS, "rights are missing", missing)
+    silent = [name for name in subject.own_topics if _is_unseen(cluster, name)]
+    silent += [describe(code) for code in (group_error, id_error) if code in RETRIABLE]
+    if silent:
+        return unknown("the brokers do not show the rights on some", silent)
     return fine("on its topics, its group and its transactional ids")
+
+
+def _is_unseen(cluster: Cluster, name: str) -> bool:
+    """Return whether a topic exists, as far as known, whose rights are not shown."""
+    seen = cluster.topics.get(name)
+    if seen is None or seen.error == Code.UNKNOWN_TOPIC_OR_PARTITION:
+        return False
+    return seen.error != Code.NONE or seen.rights is None
 
 
 def _missing_rights(cluster: Cluster, names: tuple[str, ...]) -> Iterator[str]:
@@ -247,7 +268,7 @@ async def topics_there(subject: Subject) -> Finding:
 async def topics_settings(subject: Subject) -> Finding:
     topics = await subject.found()
     lines = await subject.kafka.contradictions(topics)
-    unread = [name for name, topic in topics.items() if not topic.configs]
+    unread = _unread(topics)
     if lines:
         return judged(CheckLevel.FAILS, "txbroker cannot work safely with them", lines)
     plan = await subject.kafka.plan(topics)
@@ -256,7 +277,7 @@ async def topics_settings(subject: Subject) -> Finding:
     ] + list(plan.remarks)
     if unread:
         lines = [f"{name}: no right to read its settings" for name in unread]
-        return judged(CheckLevel.WARNING, "the right to read some is missing", lines + differs)
+        return unknown("the right to read some is missing", lines + differs)
     if differs:
         return judged(CheckLevel.WARNING, "not as planned", differs)
     window_s = subject.kafka.settings.check_window_s
@@ -278,12 +299,19 @@ async def topics_copies(subject: Subject) -> Finding:
     ]
     if lines:
         return judged(CheckLevel.WARNING, "the loss of a broker can lose data or stop it", lines)
+    if unread := _unread(topics):
+        return unknown("no right to read the settings of some", unread)
     if brokers < SAFE_COPIES:
         # Fine for development; operators should notice it.
         return judged(
             CheckLevel.OK, f"all that {brokers} broker{'s' * (brokers > 1)} can hold, not three"
         )
     return fine("three or more")
+
+
+def _unread(topics: Mapping[str, TopicSpec]) -> list[str]:
+    """Return the topics whose settings this user may not read."""
+    return [name for name, topic in topics.items() if not topic.configs]
 
 
 def _too_few(topic: TopicSpec, wanted: int) -> Iterator[str]:
@@ -332,6 +360,8 @@ async def topics_in_sync(subject: Subject) -> Finding:
             f"{len(lagging)} of {total} partitions lack replicas in sync",
             lagging,
         )
+    if unseen := [name for name in topics if name not in cluster.topics] + _unread(topics):
+        return unknown("no right to describe some, or to read their settings", unseen)
     return fine(f"{total} partitions")
 
 
@@ -347,7 +377,7 @@ async def topics_foreign(subject: Subject) -> Finding:
             records = await subject.kafka.set_aside()
     except TimeoutError:
         # Many parked transactions are no fault.
-        return fine(f"not read within {SCAN_S:g} s: see `txbroker repair show`")
+        return unknown(f"not read within {SCAN_S:g} s: see `txbroker repair show`")
     lines = [f"{one.at}: {one.stop.why}" for one in records]
     if lines:
         return judged(CheckLevel.WARNING, f"{len(lines)} newest records of other clients", lines)

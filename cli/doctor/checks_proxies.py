@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
+from collections.abc import Mapping
 
-from txbroker.cli.doctor.findings import CheckLevel, CheckRegistry, Finding, Section, fine, judged
+from txbroker.cli.doctor.findings import (
+    CheckLevel,
+    CheckRegistry,
+    Finding,
+    Section,
+    fine,
+    judged,
+    unknown,
+)
 from txbroker.cli.doctor.subject import (
-    NotAllowed,
     RegisteredGroup,
     Samples,
     Subject,
@@ -36,6 +45,7 @@ groups_book = CheckRegistry(Section.GROUPS, needs=("proxies-ready",))
     hint="A proxy's log and `/readyz` have the reason; it needs Kafka, its topics and its "
     "partitions. Name proxies by --url and --proxy.",
     doc="docs/runbooks/TxBrokerNotReady.md",
+    reaches=True,
 )
 async def proxies_ready(subject: Subject) -> Finding:
     named = subject.proxies.named
@@ -135,6 +145,8 @@ async def proxies_version(subject: Subject) -> Finding:
     if len(by_version) > 1:
         lines = [f"{version}: {', '.join(urls)}" for version, urls in sorted(by_version.items())]
         return judged(CheckLevel.WARNING, f"{len(by_version)} versions run", lines)
+    if silent := [one.url for one in (await subject.overview()).proxies if not one.reached]:
+        return unknown("some proxies do not answer", silent)
     return fine(next(iter(by_version), "none reported"))
 
 
@@ -158,12 +170,13 @@ async def groups_reachable(subject: Subject) -> Finding:
     for name in sorted(groups.keys() | seen.keys()):
         connected = _sessions(groups.get(name), seen.get(name))
         call = tested.get(name)
-        if isinstance(call, NotAllowed):
+        if isinstance(call, Unavailable):
             failing = seen.get(name)
             if failing is not None and failing.unreachable_since_ms is not None:
                 since = _since(failing, subject.now_s())
                 remarks.append(f"{name}: its check URL fails{since}: {failing.unreachable_why}")
-            untested.append(f"{name}: its check URL was not tested: {call}")
+            if not connected:
+                untested.append(f"{name}: its check URL was not tested: {call}")
         elif call is not None and not call.answered:
             line = f"{name}: {call.endpoint or 'its check URL'}: {call.why}"
             (fails if not connected and _no_use(call) else remarks).append(line)
@@ -184,16 +197,18 @@ async def groups_reachable(subject: Subject) -> Finding:
         return judged(
             CheckLevel.WARNING, f"{len(remarks)} of {total} need a look", remarks + untested
         )
-    return judged(CheckLevel.OK, f"{total} group{'s' * (total != 1)}", untested)
+    if untested:
+        return unknown(f"{len(untested)} of {total} were not tested", untested)
+    return fine(f"{total} group{'s' * (total != 1)}")
 
 
 async def _test_calls(
     subject: Subject, groups: list[RegisteredGroup]
-) -> dict[str, TestCall | NotAllowed]:
+) -> dict[str, TestCall | Unavailable]:
     """Make a test call to each check URL, a few in parallel, within a time limit."""
     slots = asyncio.Semaphore(TESTS_PARALLEL)
-    made: dict[str, TestCall | NotAllowed] = {
-        one.group: TestCall(one.group, False, why="not tested in time") for one in groups
+    made: dict[str, TestCall | Unavailable] = {
+        one.group: Unavailable("there was no time") for one in groups
     }
 
     async def make(group: RegisteredGroup) -> None:
@@ -201,10 +216,8 @@ async def _test_calls(
         async with slots:
             try:
                 made[group.group] = await subject.proxies.test_group(group.group, timeout_s)
-            except NotAllowed as error:
-                made[group.group] = error
             except Unavailable as error:
-                made[group.group] = TestCall(group.group, False, why=str(error))
+                made[group.group] = error
 
     try:
         async with asyncio.timeout(TESTS_S):
@@ -246,6 +259,7 @@ def _since(seen: GroupOverview | None, now_s: float) -> str:
 # --- transactions ------------------------------------------------------------------------------
 
 
+_INCOMPLETE = unknown("some half partitions are not reported")
 _OTHER = "other"
 """The label of values beyond a metric's label limit."""
 
@@ -276,7 +290,7 @@ async def pending_age(subject: Subject) -> Finding:
     if lines:
         return judged(CheckLevel.FAILS, f"the oldest for {duration(oldest_s)}", lines)
     if not overview.complete:
-        return judged(CheckLevel.WARNING, "unknown for some half partitions")
+        return _INCOMPLETE
     total = sum(one.pending or 0 for one in overview.partitions)
     return fine(f"{total} pending, the oldest for {duration(oldest_s)}")
 
@@ -312,6 +326,8 @@ async def promotion(subject: Subject) -> Finding:
     ]
     if lines:
         return judged(CheckLevel.FAILS, "some wait too long", lines)
+    if not overview.complete:
+        return _INCOMPLETE
     waiting = sum(one.committed or 0 for one in overview.partitions)
     return fine(f"{waiting} in progress")
 
@@ -325,6 +341,8 @@ async def promotion(subject: Subject) -> Finding:
 async def parked(subject: Subject) -> Finding:
     overview = await subject.overview()
     total = sum(one.parked or 0 for one in overview.partitions)
+    if not total and not overview.complete:
+        return _INCOMPLETE
     if not total:
         return fine("none parked")
     lines = [f"group {one.group}: {one.parked}" for one in overview.groups if one.parked]
@@ -340,6 +358,8 @@ async def parked(subject: Subject) -> Finding:
 async def refused(subject: Subject) -> Finding:
     overview = await subject.overview()
     total = sum(one.refused or 0 for one in overview.partitions)
+    if not total and not overview.complete:
+        return _INCOMPLETE
     if not total:
         return fine("none refused")
     lines = [f"topic {topic}: {count}" for topic, count in overview.refused_topics.items()]
@@ -355,38 +375,45 @@ async def refused(subject: Subject) -> Finding:
 )
 async def hanging_transactions(subject: Subject) -> Finding:
     limit_s = subject.limits.transaction_s
-    topics = sorted({*subject.own_topics, *await _targets(subject)})
+    targets, untold = await _targets(subject)
+    topics = sorted({*subject.own_topics, *targets})
     cluster = await subject.kafka.cluster(topics)
     there = [name for name in topics if name in cluster.topics and cluster.topics[name].partitions]
     open_ = await subject.kafka.open_transactions(there)
     now_s = subject.now_s()
     old = [one for one in open_ if one.lost or _age_s(one, now_s) > limit_s]
-    unknown = [one for one in open_ if one.started_ms is None and one not in old]
+    unclear = [one for one in open_ if one.started_ms is None and one not in old]
     if old:
-        lines = [_open(one, now_s) for one in old + unknown]
+        lines = [_open(one, now_s) for one in old + unclear]
         lost = sum(one.lost for one in old)
         summary = f"{len(old)} open for longer than {limit_s:g} s"
         if lost:
             summary = f"{len(old)} open for long, the end of {lost} of them lost by Kafka"
         return judged(CheckLevel.FAILS, summary, lines)
-    if unknown:
-        lines = [_open(one, now_s) for one in unknown]
-        return judged(CheckLevel.WARNING, "the start of some is unknown", lines)
+    if unclear:
+        return unknown("the start of some", [_open(one, now_s) for one in unclear])
+    if untold:
+        return unknown(f"none in {len(there)} topics, but proxies do not name all targets", untold)
     return fine(f"none for longer than {limit_s:g} s, in {len(there)} topics")
 
 
-async def _targets(subject: Subject) -> set[str]:
-    """Return the target topics of the proxies' metrics since their start."""
+async def _targets(subject: Subject) -> tuple[set[str], list[str]]:
+    """Return the target topics of the proxies' metrics since their start, and which are missing."""
     try:
         metrics = await subject.metrics()
-    except Unavailable:
-        return set()
+    except Unavailable as error:
+        return set(), [str(error)]
     found = (
         one.labels("promoted_total", "topic") | one.labels("prepared_total", "topic")
         for one in metrics.values()
         if isinstance(one, Samples)
     )
-    return {topic for topics in found for topic in topics if topic != _OTHER}
+    return {topic for topics in found for topic in topics if topic != _OTHER}, _silent(metrics)
+
+
+def _silent(metrics: Mapping[str, Samples | Unavailable]) -> list[str]:
+    """Return the proxies whose metrics are missing, with the reason."""
+    return [f"{url}: {one}" for url, one in metrics.items() if not isinstance(one, Samples)]
 
 
 def _age_s(one: OpenTransaction, now_s: float) -> float:
@@ -415,17 +442,20 @@ def _open(one: OpenTransaction, now_s: float) -> str:
     doc="docs/runbooks/TxBrokerHalfRetentionAtRisk.md",
 )
 async def retention_headroom(subject: Subject) -> Finding:
-    seen = [one for one in (await subject.metrics()).values() if isinstance(one, Samples)]
+    metrics = await subject.metrics()
+    seen = [one for one in metrics.values() if isinstance(one, Samples)]
     kept = [value for one in seen for value in one.values("half_retention_seconds")]
     headroom = [value for one in seen for value in one.values("half_retention_headroom_seconds")]
-    if not kept or not headroom:
-        return fine("every unsettled transaction is copied")
-    left_s, limit_s = min(headroom), subject.limits.headroom_share * min(kept)
-    if left_s < limit_s:
+    left_s = min(headroom, default=math.inf)
+    if kept and left_s < subject.limits.headroom_share * min(kept):
         return judged(
             CheckLevel.FAILS,
             f"in {duration(left_s)} it removes the oldest half message without a copy",
         )
+    if silent := _silent(metrics):
+        return unknown("the metrics of some proxies are missing", silent)
+    if not kept or not headroom:
+        return fine("every unsettled transaction is copied")
     return fine(f"{duration(left_s)} until it would remove one without a copy")
 
 
@@ -436,15 +466,14 @@ async def retention_headroom(subject: Subject) -> Finding:
     doc="docs/runbooks/TxBrokerUndecidedLost.md",
 )
 async def undecided_lost(subject: Subject) -> Finding:
-    metrics = (await subject.metrics()).items()
-    seen = {url: one for url, one in metrics if isinstance(one, Samples)}
+    metrics = await subject.metrics()
+    seen = {url: one for url, one in metrics.items() if isinstance(one, Samples)}
     lost = {url: sum(one.values("lost_undecided_total")) for url, one in seen.items()}
     lines = [f"{url}: {count:.0f} since its start" for url, count in lost.items() if count]
     if lines:
         return judged(CheckLevel.FAILS, f"{sum(lost.values()):.0f} were", lines)
-    silent = [f"{url}: {one}" for url, one in metrics if not isinstance(one, Samples)]
-    if silent:
-        return judged(CheckLevel.WARNING, "the metrics of some proxies are missing", silent)
+    if silent := _silent(metrics):
+        return unknown("the metrics of some proxies are missing", silent)
     return fine("none")
 
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from txbroker.cli.doctor.findings import CheckLevel, CheckRegistry, Finding, Section, fine, judged
+from txbroker.cli.doctor.findings import (
+    CheckLevel,
+    CheckRegistry,
+    Finding,
+    Section,
+    fine,
+    judged,
+    unknown,
+)
 from txbroker.cli.doctor.outbox import OutboxFacts
 from txbroker.cli.doctor.subject import Subject
 from txbroker.databases.outbox.rows import MESSAGE_BYTES_MAX
@@ -124,7 +132,9 @@ async def relays_topic(subject: Subject) -> Finding:
     problems = []
     if topic.partitions != 1:
         problems.append(f"it has {topic.partitions} partitions instead of one")
-    if policy != "compact":
+    elif not topic.configs:
+        return unknown(f"this user may not read the settings of {name}")
+    if topic.configs and policy != "compact":
         problems.append(f"cleanup.policy is {policy}: Kafka deletes positions")
     return _graded(problems, False, name, problems)
 

@@ -55,6 +55,7 @@ class DoctorCheck(Struct, frozen=True):
         hint: the remedy.
         doc: page with more information.
         needs: checks that this one depends on: if one fails, this one's result is unknown.
+        reaches: whether no answer is a failure; of all others the result is unknown then.
         look: returns the finding; raises if the facts cannot be read.
     """
 
@@ -64,6 +65,7 @@ class DoctorCheck(Struct, frozen=True):
     hint: str
     doc: str
     needs: tuple[str, ...]
+    reaches: bool
     look: Callable[[Subject], Awaitable[Finding]]
 
 
@@ -92,17 +94,25 @@ class CheckRegistry:
         self._needs = tuple(needs)
         self.checks: list[DoctorCheck] = []
 
-    def check(self, title: str, *, hint: str, doc: str = "") -> Callable[[Look], Look]:
+    def check(
+        self, title: str, *, hint: str, doc: str = "", reaches: bool = False
+    ) -> Callable[[Look], Look]:
         """Return the decorator that registers a function as the check of its name."""
 
         def register(look: Look) -> Look:
             name = look.__name__.replace("_", "-")
             page = doc or f"{MANUAL}#{self._section.lower()}"
             needs = tuple(need for need in self._needs if need != name)
-            self.checks.append(DoctorCheck(name, self._section, title, hint, page, needs, look))
+            check = DoctorCheck(name, self._section, title, hint, page, needs, reaches, look)
+            self.checks.append(check)
             return look
 
         return register
+
+
+def unknown(why: str, details: Sequence[str] = ()) -> Finding:
+    """Return the finding of a check whose evidence is incomplete."""
+    return judged(CheckLevel.UNKNOWN, f"not known: {why}", details)
 
 
 def fine(found: str) -> Finding:

@@ -16,12 +16,13 @@ from msgspec import Struct
 
 from txbroker import __version__
 from txbroker.cli.doctor import checks_access, checks_kafka, checks_proxies, checks_relays
-from txbroker.cli.doctor.findings import CheckLevel, CheckResult, DoctorCheck, Finding
+from txbroker.cli.doctor.findings import CheckLevel, CheckResult, DoctorCheck, Finding, unknown
 from txbroker.cli.doctor.outbox import RelayTargets
 from txbroker.cli.doctor.subject import NotAllowed, Subject, Unavailable
 from txbroker.cli.output import clock, printable
+from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.urls import from_url
-from txbroker.errors import TxbrokerError
+from txbroker.errors import KafkaUnavailable, TxbrokerError
 from txbroker.relay.capture.plan import open_capture
 
 CHECKS = (
@@ -121,12 +122,13 @@ async def _run(check: DoctorCheck, subject: Subject, timeout_s: float) -> tuple[
             finding = await check.look(subject)
         looked = True
     except NotAllowed as error:
-        # Neither a failure nor a success is known.
         looked = True
-        finding = Finding(CheckLevel.UNKNOWN, f"not known: {error}")
-    except TimeoutError:
-        finding = Finding(CheckLevel.FAILS, f"not known within {timeout_s:g} s")
-    except (TxbrokerError, Unavailable) as error:
+        finding = unknown(str(error))
+    except (KafkaUnavailable, DatabaseUnavailable, Unavailable, TimeoutError) as error:
+        # Neither a failure nor a success is known, unless the answer itself is the finding.
+        why = str(error) or f"no answer within {timeout_s:g} s"
+        finding = Finding(CheckLevel.FAILS, why) if check.reaches else unknown(why)
+    except TxbrokerError as error:
         finding = Finding(CheckLevel.FAILS, str(error))
     except Exception as error:
         # A bug in one check must not hide the results of others.

@@ -133,6 +133,7 @@ def run_command(
     metrics_listen: str | None,
     on_gap: Literal["stop", "skip"],
     skip: tuple[str, ...],
+    take_position: bool,
     **options: Any,
 ) -> None:
     """Move changes to Kafka, each transaction whole and once, until SIGINT or SIGTERM.
@@ -148,7 +149,7 @@ def run_command(
 
     async def start() -> Running:
         if capture.is_outbox:
-            return await _start_outbox(capture, settings)
+            return await _start_outbox(capture, settings, take_position=take_position)
         from txbroker.relay.capture.running import RunningCapture
 
         running = RunningCapture(
@@ -156,6 +157,7 @@ def run_command(
             settings.kafka,
             topic_prefix=settings.topic_prefix,
             security=security_of(settings),
+            take_position=take_position,
             on_gap=on_gap,
             skip=skip,
         )
@@ -170,7 +172,7 @@ def run_command(
     )
 
 
-async def _start_outbox(capture: Capture, settings: Settings) -> Running:
+async def _start_outbox(capture: Capture, settings: Settings, *, take_position: bool) -> Running:
     """Start the relay of the outbox to which triggers write."""
     from txbroker.relay import Outbox, Relay
 
@@ -183,6 +185,7 @@ async def _start_outbox(capture: Capture, settings: Settings) -> Running:
         settings.kafka,
         topic_prefix=settings.topic_prefix,
         security=security_of(settings),
+        take_position=take_position,
     )
     await relay.start()
     return relay

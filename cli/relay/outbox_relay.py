@@ -13,7 +13,7 @@ from txbroker.cli.run import usage_errors
 from txbroker.cli.setting_options import settings_from
 from txbroker.databases.urls import from_url
 
-_OPTIONS = ("check_url", "check_after_s", "retries_max", "keep_s", "shards")
+_OPTIONS = ("take_position", "check_url", "check_after_s", "retries_max", "keep_s", "shards")
 """Passed on to `Relay`."""
 
 

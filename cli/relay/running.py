@@ -45,6 +45,12 @@ def running_options(function: F) -> F:
             metavar="HOST:PORT",
             help="Serve Prometheus metrics at this address.",
         ),
+        click.option(
+            "--take-position",
+            is_flag=True,
+            help="Where no record in PREFIX.relay proves to be the position of this relay, go on "
+            "from the newest one, whoever wrote it.",
+        ),
     )(function)
 
 
@@ -96,7 +102,8 @@ def _serve_metrics(relay: Running, listen: str) -> None:
         raise CommandFailed(
             f"cannot listen at {listen} for metrics: {error}: choose another address"
         ) from None
-    click.echo(f"metrics at http://{address.host}:{server.server_port}/metrics", err=True)
+    url = address._replace(port=server.server_port).url_of(secure=False)
+    click.echo(f"metrics at {url}/metrics", err=True)
 
 
 def security_of(settings: Settings) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from tests.kit.until import until
 from txbroker.consumer import ReceivedMessage, RecordsDeleted
 from txbroker.consumer import committer as committer_module
 from txbroker.core.consuming.copies import ASIDE_PARTITIONS, spread
-from txbroker.door.consuming import OffsetMissing, Partition
+from txbroker.core.consuming.position import Metadata, encode_metadata
+from txbroker.door.consuming import OffsetMissing, Partition, StoredOffset
 from txbroker.errors import KafkaUnavailable
 
 BUG = ValueError("bug")
@@ -335,6 +336,36 @@ async def test_recreated_topic_stops(world: World, running: bool) -> None:
     async with world.running(handler, on_gap="skip"):
         await handler.does("0", "1", "2", "new")
         await world.commits(1)
+
+
+@pytest.mark.parametrize("on_gap", ["stop", "skip", "continue"])
+async def test_position_of_a_mirrored_topic(world: World, on_gap: str) -> None:
+    """Offsets are translated, their metadata name the topic and the ranges of the other cluster."""
+    world.produce("0", "1", "2", "3")
+    metadata, _ = encode_metadata(2, Metadata(7, "ab" * 16, 0, ((3, 4),)))
+    world.kafka.group(GROUP).offsets["orders", 0] = StoredOffset(2, metadata)
+    handler = Handler()
+    if on_gap == "stop":
+        async with world.consumer() as consumer:
+            with pytest.raises(RecordsDeleted, match=r"created again, or it is a mirror.*continue"):
+                await consumer.run(handler)
+        return
+    async with world.running(handler, on_gap=on_gap) as consumer:
+        await handler.does(*(["0", "1"] if on_gap == "skip" else []), "2", "3")
+        assert counted(consumer, "gap") == (on_gap == "skip")
+    async with world.running(handler):  # the new topic is stored
+        pass
+    assert world.committed()[0] == 4
+
+
+@pytest.mark.parametrize("on_gap", ["stop", "continue"])
+async def test_position_that_a_mirror_does_not_hold_yet(world: World, on_gap: str) -> None:
+    world.produce("0", "1")
+    metadata, _ = encode_metadata(9, Metadata(7, "ab" * 16))
+    world.kafka.group(GROUP).offsets["orders", 0] = StoredOffset(9, metadata)
+    async with world.consumer(on_gap=on_gap) as consumer:
+        with pytest.raises(RecordsDeleted, match=r"position 9 .* holds 0 to 2, .* and holds the"):
+            await consumer.run(Handler())
 
 
 async def test_kafka_down_and_back(world: World) -> None:

@@ -122,6 +122,19 @@ async def test_output_with_a_wrong_field_fails_its_message_only(
         await prices.has("2")
 
 
+@pytest.mark.parametrize("topic", ["txbroker.op", "txbroker.aside.other"])
+async def test_output_to_an_own_topic_is_a_dead_letter(prices: Prices, topic: str) -> None:
+    async def handle(message: ReceivedMessage, out: Outputs) -> None:
+        out.send(Message(topic if text(message) == "1" else "prices", None, message.value))
+
+    prices.kafka.create_topic(topic)
+    prices.produce("a=1", "b=2")
+    async with prices.running(handle):
+        await prices.commits(2)
+    assert (prices.prices, prices.values("dead")) == (["2"], ["1"])
+    assert not prices.kafka.visible(topic)
+
+
 async def test_late_and_wrong_outputs_are_refused(prices: Prices) -> None:
     kept: list[Outputs] = []
     errors: list[str] = []

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from txbroker.core.records import Record
-from txbroker.door.consuming import ConsumingDoor, Copy, CopyRefused, TopicSpec
+from txbroker.door.consuming import LATEST, ConsumingDoor, Copy, CopyRefused, TopicSpec
 from txbroker.door.delivering import DeliveryWriter, WriterFenced
-from txbroker.errors import KafkaUnavailable
+from txbroker.errors import ConfigurationError, KafkaUnavailable
 
 KEY = "outbox/0"
 
@@ -24,8 +24,26 @@ class Writers:
         self.target = target
         self.positions = world.name("relay")
 
-    def new(self, key: str = KEY) -> DeliveryWriter:
-        return self._door.delivery_writer(f"{self.positions}.{key}", self.positions, key)
+    def new(self, key: str = KEY, id: str = "", **options: Any) -> DeliveryWriter:
+        id = f"{self.positions}.{id or key}"
+        return self._door.delivery_writer(id, self.positions, key, **options)
+
+    async def forge(self, *records: Record, committed: bool | None = True) -> None:
+        """Write to the topic of positions as another client."""
+        await self._world.foreign(self.positions, 0, *records, committed=committed)
+
+    async def compact(self, *, kept: int) -> None:
+        """Lose all but the last offsets of the topic of positions."""
+        end = (await self._door.offsets([(self.positions, 0)], LATEST))[self.positions, 0]
+        await self._world.compact(self.positions, 0, end - kept)
+
+    async def delivered(self, *numbers: bytes, **options: Any) -> None:
+        """Store positions with a new writer."""
+        writer = self.new(**options)
+        await writer.claim()
+        for number in numbers:
+            await writer.write(self.copies(number))
+            await writer.commit(number)
 
     def copies(self, *values: bytes) -> list[Copy]:
         return [Copy(self.target, 0, Record(b"key", value)) for value in values]
@@ -97,3 +115,76 @@ async def test_refused_message_is_named_and_the_others_are_aborted(writers: Writ
     await writer.commit(b"2")
     assert await writers.visible() == [b"good"]
     assert await writers.new().claim() == b"2"
+
+
+# --- records of other clients ----------------------------------------------------------------
+
+FORGED = Record(KEY.encode(), b"9")
+FORGERIES: dict[str, tuple[tuple[Record, ...], bool | None]] = {
+    "no transaction": ((FORGED,), None),
+    "another transaction": ((FORGED,), True),
+    "with a claim": ((Record(f"{KEY}/owner".encode(), b"{}"), FORGED), True),
+    "tombstone": ((Record(KEY.encode(), None),), True),
+    "with headers": ((Record(KEY.encode(), b"9", (("txb-id", b"x"),)),), True),
+}
+
+
+@pytest.fixture(params=FORGERIES)
+def forgery(request: pytest.FixtureRequest) -> tuple[tuple[Record, ...], bool | None]:
+    return FORGERIES[request.param]
+
+
+@pytest.mark.rule(47)
+async def test_records_of_others_are_no_positions(writers: Writers, forgery: Any) -> None:
+    records, committed = forgery
+    await writers.delivered(b"1", b"2")
+    await writers.forge(*records, committed=committed)
+    assert await writers.new().look() == b"2"
+    assert await writers.new().claim() == b"2"
+    # The claim has stored it again, or compaction would remove it.
+    await writers.compact(kept=3)
+    assert await writers.new().claim() == b"2"
+
+
+@pytest.mark.rule(47)
+@pytest.mark.parametrize("claimed", [True, False])
+async def test_position_of_another_client_stops_the_relay(
+    writers: Writers, forgery: Any, claimed: bool
+) -> None:
+    """Ours is not there: compaction keeps the newest record of a key."""
+    records, committed = forgery
+    if claimed:
+        await writers.new().claim()
+    else:
+        records = records[-1:]
+    await writers.forge(*records, committed=committed)
+    for call in (writers.new().look, writers.new().claim):
+        with pytest.raises(ConfigurationError, match="does not prove the position of outbox/0"):
+            await call()
+    taken = records[-1].value
+    assert await writers.new(take=True).look() == taken
+    assert await writers.new(take=True).claim() == taken
+    assert await writers.new().claim() == taken
+
+
+@pytest.mark.rule(47)
+async def test_position_that_is_gone_stops_the_relay(writers: Writers) -> None:
+    """A tombstone of another client has removed it, and was removed itself."""
+    await writers.delivered(b"1")
+    await writers.new().claim()
+    await writers.compact(kept=2)
+    with pytest.raises(ConfigurationError, match="follows one, and there is none"):
+        await writers.new().claim()
+    assert await writers.new(take=True).claim() is None
+
+
+@pytest.mark.rule(47)
+async def test_position_outlives_its_transactional_id(writers: Writers) -> None:
+    """Kafka forgets a transactional id that is not used; another one gets another producer, too."""
+    await writers.delivered(b"1", b"2", id="a")
+    for id in "bcd":
+        await writers.forge(FORGED)
+        assert await writers.new(id=id).look() == b"2"
+        assert await writers.new(id=id).claim() == b"2"
+    await writers.delivered(b"3", id="d")
+    assert await writers.new(id="e").claim() == b"3"

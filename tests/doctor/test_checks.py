@@ -197,13 +197,12 @@ async def test_unplanned_topic_settings_are_a_warning(world: World) -> None:
     assert found.details == ("txbroker.checkpoint: segment.bytes is 1073741824, not 16777216",)
 
 
-async def test_unreadable_topic_settings_are_a_warning(world: World) -> None:
+@pytest.mark.parametrize("check", ["topics-settings", "topics-copies", "topics-in-sync"])
+async def test_unreadable_topic_settings_are_unknown(world: World, check: str) -> None:
     topic = world.kafka.topics["txbroker.op"]
     world.kafka.topics["txbroker.op"] = structs.replace(topic, configs={})
-    assert await world.seen("topics-settings") == (
-        WARNING,
-        ("txbroker.op: no right to read its settings",),
-    )
+    found = await world.outcome(check)
+    assert (found.level, found.details[0].partition(":")[0]) == (UNKNOWN, "txbroker.op")
 
 
 async def test_too_few_replicas_are_a_warning(world: World) -> None:
@@ -249,7 +248,7 @@ async def test_records_of_other_clients_are_a_warning(
     monkeypatch.setattr(checks_kafka, "SCAN_S", 0.0)
     monkeypatch.setattr(world.kafka, "set_aside", asyncio.Event().wait)
     found = await world.outcome("topics-foreign")
-    assert (found.level, "not read within 0 s" in found.found) == (OK, True)
+    assert (found.level, "not read within 0 s" in found.found) == (UNKNOWN, True)
 
 
 async def test_topic_without_rights_is_named(world: World) -> None:
@@ -268,7 +267,7 @@ async def test_without_proxies_their_checks_fail(world: World) -> None:
     failing = {name for name, one in by_name.items() if one.level is FAILS}
     assert failing == {"proxies-ready"}
     assert by_name["proxies-owners"].level is by_name["parked"].level is UNKNOWN
-    assert by_name["hanging-transactions"].level is OK
+    assert by_name["hanging-transactions"].level is UNKNOWN
 
 
 async def test_problems_of_ready_proxies_are_a_warning(world: World) -> None:
@@ -387,7 +386,8 @@ async def test_test_calls_use_the_groups_timeout(world: World) -> None:
     world.proxies.tests["shop"] = Unavailable("the proxy went away")
     found = await world.outcome("groups-reachable")
     assert world.proxies.times_s == {"web": 9.0, "shop": world.settings.check_timeout_s}
-    assert (found.level, found.details) == (FAILS, ("shop: its check URL: the proxy went away",))
+    line = "shop: its check URL was not tested: the proxy went away"
+    assert (found.level, found.details) == (UNKNOWN, (line,))
 
 
 # --- transactions ----------------------------------------------------------------------------
@@ -426,10 +426,11 @@ async def test_check_policy_of_the_group_counts(
     assert level is OK or "group orders: 20 pending, the oldest for 1h00m" in found.details[0]
 
 
-async def test_unknown_pending_is_a_warning(world: World) -> None:
+@pytest.mark.parametrize("check", ["pending-age", "promotion", "parked", "refused"])
+async def test_partitions_that_are_not_reported_are_unknown(world: World, check: str) -> None:
     world.proxies.view = structs.replace(world.proxies.seen, complete=False)
     world.proxies.partition(2, pending=None, oldest_pending_age_s=None)
-    assert (await world.outcome("pending-age")).level is WARNING
+    assert (await world.outcome(check)).level is UNKNOWN
 
 
 async def test_old_invisible_commit_fails(world: World) -> None:
@@ -482,7 +483,7 @@ async def test_young_transaction_with_lost_end_fails(world: World) -> None:
     assert line.endswith("open from offset 684 on")
 
 
-@pytest.mark.parametrize(("age_s", "level"), [(1, WARNING), (90, FAILS)])
+@pytest.mark.parametrize(("age_s", "level"), [(1, UNKNOWN), (90, FAILS)])
 async def test_transaction_unknown_to_coordinators_is_reported(
     world: World, age_s: int, level: CheckLevel
 ) -> None:
@@ -504,14 +505,21 @@ async def test_lost_transactions_fail(world: World) -> None:
     assert await world.seen("undecided-lost") == (FAILS, (f"{TWO}: 2 since its start",))
 
 
-async def test_missing_metrics_of_a_proxy_are_a_warning(world: World) -> None:
-    world.proxies.pages[TWO] = Unavailable("no route to two")
-    assert await world.seen("undecided-lost") == (WARNING, (f"{TWO}: no route to two",))
+@pytest.mark.parametrize("check", ["undecided-lost", "retention-headroom", "hanging-transactions"])
+@pytest.mark.parametrize("missing", [[TWO], [ONE, TWO]])
+async def test_missing_metrics_are_unknown(world: World, check: str, missing: list[str]) -> None:
+    """As where the name in `advertise` does not resolve."""
+    for url in missing:
+        world.proxies.pages[url] = Unavailable(f"no route to {url}")
+    found = await world.outcome(check)
+    assert found.level is UNKNOWN
+    assert f"no route to {missing[0]}" in f"{found.found} {found.details}"
+    assert not found.hint
 
 
 async def test_malformed_metrics_are_reported(world: World) -> None:
     world.proxies.pages = {ONE: "<html>", TWO: "a{ 1"}
-    assert (await world.outcome("undecided-lost")).level is FAILS
+    assert (await world.outcome("undecided-lost")).level is UNKNOWN
 
 
 # --- audit -----------------------------------------------------------------------------------
@@ -558,4 +566,4 @@ async def test_failed_check_of_an_audit_is_reported(
 async def test_audit_record_of_newer_version_is_reported(world: World) -> None:
     world.kafka.news = {"batch": msgspec.json.encode({"v": 99})}
     found = await world.outcome("audit-drift")
-    assert (found.level, "version 99" in found.found) == (FAILS, True)
+    assert (found.level, "version 99" in found.found) == (UNKNOWN, True)

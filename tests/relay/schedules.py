@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from msgspec import structs
 
+from txbroker.core.records import Cause
 from txbroker.databases.database import DatabaseUnavailable, steps_in_transaction
 from txbroker.databases.dialect import SQLITE
 from txbroker.databases.outbox.leases import Leases, rows_of_shard
@@ -28,6 +29,7 @@ from txbroker.databases.sessions import DriverSession
 from txbroker.databases.steps import Query, Steps, run
 from txbroker.databases.tables import create
 from txbroker.door.delivering import WriterFenced
+from txbroker.door.owners import unknown_target
 from txbroker.errors import KafkaUnavailable
 from txbroker.relay.outbox_source import OutboxSource, Retries
 from txbroker.relay.pump import Pump, PumpEvents
@@ -116,7 +118,7 @@ class Relay:
         source = OutboxSource(
             named, rows, thread, cast(Any, self), RETRIES, lambda: leases.owned(shard)
         )
-        sink = RelaySink(cast(Any, world), self._writer, POSITIONS)
+        sink = RelaySink(cast(Any, world), self._writer, "txbroker")
         self.task = asyncio.ensure_future(self._run(Pump("outbox", source, sink, PumpEvents())))
 
     async def _run(self, pump: Pump) -> None:
@@ -243,10 +245,11 @@ class World:
 
     # --- what relays ask -----------------------------------------------------------------------
 
-    async def partition_count(self, topic: str) -> int:
-        """See `ConsumingDoor.partition_count`."""
-        known = topic in self.kafka.topics and topic not in self._denied
-        return len(self.kafka.topics[topic].partitions) if known else 0
+    async def target(self, topic: str, _prefix: str) -> int | Cause:
+        """See `ConsumingDoor.target`."""
+        if topic in self._denied or topic not in self.kafka.topics:
+            return unknown_target(topic)
+        return len(self.kafka.topics[topic].partitions)
 
     def may_fail(self, error: type[Exception]) -> None:
         """Raise an error now and then."""

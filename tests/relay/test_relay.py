@@ -245,6 +245,21 @@ async def test_a_row_is_given_up_whole_after_its_retries_or_its_timeout(shop: Sh
     assert late == "not sent before its timeout_at"
 
 
+async def test_a_row_for_an_own_topic_is_given_up_at_once(sqlite_shop: Shop) -> None:
+    shop = sqlite_shop
+    with closing(shop.place.connect()) as connection:
+        with_transaction(connection)
+        shop.outbox.add(connection, Message(f"{shop.prefix}.op", "k", "v"), *shop.messages([1]))
+        connection.commit()
+    async with shop.relay() as relay:
+        await relay.drain(timeout_s=20)
+    assert shop.numbers() == [1]
+    ((cause,),) = shop.place.select(
+        "SELECT cause FROM txbroker_outbox WHERE state = 'MESSAGE_ERROR'"
+    )
+    assert cause == f"topic {shop.prefix}.op is txbroker's own: it is no target"
+
+
 async def test_a_row_that_holds_no_message_is_refused_alone(sqlite_shop: Shop) -> None:
     shop = sqlite_shop
     shop.add([1])

@@ -21,6 +21,7 @@ from txbroker.config.addresses import (
     parse_address,
     parse_host_rules,
     parse_secret_variable,
+    parse_servers,
     read_secret,
     read_token,
 )
@@ -236,7 +237,7 @@ def _check_reachable(name: str, url: str, listen: Address, *, secure: bool) -> N
         if listen.wildcard:
             example = listen._replace(host="proxy-1").url_of(secure=secure)
             raise ConfigurationError(
-                f"{listen_name} {listen.host}:{listen.port} is every address of this machine, "
+                f"{listen_name} {listen} is every address of this machine, "
                 f"which SDKs and other proxies cannot call: set {name} to the URL at which they "
                 f"reach this proxy, like {example}"
             )
@@ -317,7 +318,8 @@ class KafkaAccess(BaseSettings):
     model_config = SettingsConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kafka: str = "127.0.0.1:9092"
-    """Kafka's bootstrap servers: `host:port`, several separated by commas."""
+    """Kafka's bootstrap servers: `host:port`, several separated by commas; an IPv6 address as
+    `[::1]:port`."""
     kafka_security_protocol: SecurityProtocol = "PLAINTEXT"
     """The security protocol of the connection to Kafka."""
     kafka_sasl_mechanism: SaslMechanism = "PLAIN"
@@ -420,13 +422,13 @@ def is_secret(field: FieldInfo) -> bool:
 
 
 def _check_servers(servers: str) -> None:
-    for server in servers.split(","):
-        try:
-            port = parse_address(server.strip()).port
-        except ConfigurationError as error:
-            raise ConfigurationError(f"kafka: {error}") from None
-        if port == 0:
-            raise ConfigurationError(f"kafka: {server.strip()!r} has port 0")
+    try:
+        addresses = parse_servers(servers)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"kafka: {error}") from None
+    for address in addresses:
+        if address.port == 0:
+            raise ConfigurationError(f"kafka: {str(address)!r} has port 0")
 
 
 def _check_tls(given: KafkaAccess) -> None:

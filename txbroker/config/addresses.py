@@ -34,6 +34,7 @@ PRIVATE_NETWORKS: tuple[IpNetwork, ...] = tuple(
 
 
 PORT_MAX = 65535
+KAFKA_PORT = 9092
 TOKEN_CHARS_MIN = 16
 """A shorter token can be guessed with many attempts."""
 OPEN_MODE = stat.S_IRWXO | stat.S_IWGRP
@@ -41,10 +42,13 @@ OPEN_MODE = stat.S_IRWXO | stat.S_IWGRP
 
 
 class Address(NamedTuple):
-    """A host and a port to listen on; the host without brackets."""
+    """A host and a port; the host without brackets. As text: `host:port`, `[::1]:port`."""
 
     host: str
     port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def public(self) -> bool:
@@ -66,8 +70,7 @@ class Address(NamedTuple):
 
     def url_of(self, *, secure: bool) -> str:
         """Return the address as an https URL, or an http one."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if secure else 'http'}://{host}:{self.port}"
+        return f"{'https' if secure else 'http'}://{self}"
 
 
 def with_later_port(text: str, later: int) -> str:
@@ -77,14 +80,35 @@ def with_later_port(text: str, later: int) -> str:
 
 
 def parse_address(text: str) -> Address:
-    """Return the parsed `host:port`."""
+    """Return the parsed `host:port`; an IPv6 address is in brackets, as `[::1]:port`."""
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
     sound = colon and port.isdecimal() and port.isascii() and int(port) <= PORT_MAX
     if not sound or not _is_host(host) or (":" in host) != bracketed:
-        raise ConfigurationError(f"{text!r} is not an address: expected host:port")
+        literal = text.strip("[]")
+        hint = f", such as [{literal}]:PORT" if ":" in literal and _is_host(literal) else ""
+        raise ConfigurationError(f"{text!r} is not an address: expected host:port{hint}")
     return Address(host, int(port))
+
+
+def parse_servers(text: str) -> list[Address]:
+    """Return the parsed Kafka servers, separated by commas: `host:port`, or an IPv6 address, whose
+    port is 9092 if it has none."""
+    return [_parse_server(part.strip()) for part in text.split(",")]
+
+
+def _parse_server(text: str) -> Address:
+    literal = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if ":" not in literal or "[" in literal or not _is_host(literal):
+        return parse_address(text)
+    host, _, port = text.rpartition(":")
+    if text == literal and ":" in host and _is_host(host) and port.isdecimal():
+        raise ConfigurationError(
+            f"{text!r} is not an address: it could end with a port: write [{host}]:{port}, or "
+            f"[{text}]:{KAFKA_PORT}"
+        )
+    return Address(literal, KAFKA_PORT)
 
 
 def _is_host(text: str) -> bool:

@@ -20,7 +20,7 @@ from pydantic_settings import SettingsConfigDict
 from txbroker.config.access import KafkaAccess, ListenerAccess, secret_settings
 from txbroker.config.addresses import PORT_MAX, Address, with_later_port
 from txbroker.contract.frames import FRAME_BYTES_MAX
-from txbroker.core.encoding import DEFAULT_PREFIX, OWN_TOPICS
+from txbroker.core.encoding import DEFAULT_PREFIX
 from txbroker.core.segment import ROW_BYTES
 from txbroker.core.settled import share_max
 from txbroker.errors import ConfigurationError
@@ -215,11 +215,6 @@ class Settings(ListenerAccess, KafkaAccess):
     def topic(self, name: str) -> str:
         """Return the full name of one of txbroker's own topics, such as `half`."""
         return f"{self.topic_prefix}.{name}"
-
-    @property
-    def own_topics(self) -> frozenset[str]:
-        """The full names of all of txbroker's own topics, that of relays' positions, too."""
-        return frozenset(map(self.topic, (*OWN_TOPICS, "relay")))
 
     def of_worker(self, number: int) -> "Settings":
         """Return the settings of one of the `workers`, counted from 1: of one process."""

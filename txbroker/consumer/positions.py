@@ -42,14 +42,15 @@ class StartOptions(Struct, frozen=True, kw_only=True):
     Attributes:
         time: as for `ConsumingDoor.offsets`, where no position is stored.
         offsets: where no position is stored; they take precedence.
-        skip_gaps: go on after records that were deleted unread, and count them.
+        on_gap: "stop"; "skip": go on after records that were deleted unread, and count them;
+            "continue": also go on at the stored offset where the topic has another id.
         first_counts: partitions of each topic when the consumer first saw it: later ones are read
             from their beginning, as they have no older records.
     """
 
     time: int
     offsets: Mapping[Partition, int]
-    skip_gaps: bool
+    on_gap: str
     first_counts: Mapping[str, int]
 
 
@@ -104,19 +105,37 @@ class Positions:
 
     def _check_gap(self, work: Work, begin: int, known_topic_id: str) -> None:
         low, name = work.position.low, f"{work.place[0]}-{work.place[1]}"
-        if known_topic_id and known_topic_id != work.topic_id:
-            self._skip(work, begin, f"{name}: the topic was deleted and created again")
-            work.position = Position(begin)
+        if known_topic_id not in ("", work.topic_id):
+            self._go_on_in_another(work, name, low, begin)
         elif low > work.end:
             self._skip(work, begin, f"{name} ends at {work.end}, before the stored position {low}")
             work.position = Position(begin)
         elif low < begin:
-            self._skip(work, begin, f"{name}: offsets {low} to {begin} were deleted unread")
+            self._skip(work, begin, _deleted(name, low, begin))
             work.position = Position(begin, work.position.ranges_from(begin))
+
+    def _go_on_in_another(self, work: Work, name: str, low: int, begin: int) -> None:
+        """Continue in a topic with another id than the stored one, at the stored offset or at its
+        beginning. The done ranges are of the other topic."""
+        why = f"{name}: the stored position {low} is of a topic with another id"
+        if self._options.on_gap == "skip":
+            self._skip(work, begin, why)
+            low = begin
+        elif self._options.on_gap == "continue" and low <= work.end:
+            low = max(low, begin)
+            log.warning("position taken", partition=name, offset=low, why=why)
+        else:
+            raise RecordsDeleted(
+                f"{why}: this one, which holds {begin} to {work.end}, was deleted and created "
+                "again, or it is a mirror. Start once with on_gap='continue' if it is a mirror for "
+                "which offsets are translated, and holds the position: the offset is taken, the "
+                f"done ranges above it are dropped; with on_gap='skip' to begin at {begin}"
+            )
+        work.position, work.ahead = Position(low), set()
 
     def _skip(self, work: Work, begin: int, why: str) -> None:
         """Raise RecordsDeleted, or count a gap before offset `begin`."""
-        if not self._options.skip_gaps:
+        if self._options.on_gap == "stop":
             raise RecordsDeleted(
                 f"{why}: find out which are lost, then start with on_gap='skip', which continues "
                 f"at offset {begin}"
@@ -137,8 +156,15 @@ class Positions:
                 f"{name} does not hold offset {low}: the topic was deleted and created again, or "
                 "cut: start the consumer again; with on_gap='skip' it continues at the beginning"
             )
-        self._skip(work, begin, f"{name}: offsets {low} to {begin} were deleted unread")
+        self._skip(work, begin, _deleted(name, low, begin))
         return begin
+
+
+def _deleted(name: str, low: int, begin: int) -> str:
+    return (
+        f"{name}: offsets {low} to {begin} were deleted unread (they may hold records of aborted "
+        "transactions alone, which no consumer sees)"
+    )
 
 
 def _has_position(stored: Mapping[Partition, StoredOffset], place: Partition) -> bool:

@@ -86,9 +86,10 @@ class ConsumerOptions(TypedDict, total=False):
     """Where to begin without a stored position: `earliest` (default with a group), `latest`
     (default without), a `datetime`, or offsets by `(topic, partition)`. Partitions that are added
     to a topic later are read from their beginning."""
-    on_gap: Literal["stop", "skip"]
-    """Unread records were deleted, or the topic was recreated: `stop` (default) with an error, or
-    `skip` and count them."""
+    on_gap: Literal["stop", "skip", "continue"]
+    """Unread records were deleted, or the topic has another id than the stored position: `stop`
+    (default) with an error; `skip` and count them, and read another topic from its beginning;
+    `continue`: the same, but in another topic, such as a mirror, at the stored offset."""
     drain_s: float
     """How long messages in flight may take when a partition is revoked or the consumer stops; 10 s
     by default."""
@@ -234,7 +235,7 @@ class ConsumerSettings(Struct, frozen=True, kw_only=True):
             start=StartOptions(
                 time=self.start_time(),
                 offsets=self.start_offsets(),
-                skip_gaps=self.on_gap == "skip",
+                on_gap=self.on_gap,
                 first_counts={name: topic.partitions for name, topic in topics.items()},
             ),
             drain_s=self.drain_s,
@@ -365,7 +366,7 @@ def _check_choices(given: ConsumerSettings) -> None:
     for name, value, choices in (
         ("mode", given.mode, _MODES),
         ("order", given.order, tuple(Order)),
-        ("on_gap", given.on_gap, ("stop", "skip")),
+        ("on_gap", given.on_gap, ("stop", "skip", "continue")),
     ):
         if value not in choices:
             raise ConfigurationError(f"{name} {value!r} is not one of {', '.join(choices)}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
-from txbroker.core.records import Record
+from txbroker.core.records import Cause, Record
 from txbroker.errors import KafkaUnavailable
 
 if TYPE_CHECKING:
@@ -235,9 +235,13 @@ class ConsumingDoor(Protocol):
     async def topics(self, names: Collection[str] | None = None) -> dict[str, TopicIdentity]:
         """Return the facts of topics that exist and may be read; None: of all topics."""
 
-    async def partition_count(self, topic: str) -> int:
-        """Return a topic's number of partitions, to write to it; 0: it does not exist, or may not
-        be described."""
+    async def target(self, topic: str, prefix: str) -> int | Cause:
+        """Return a topic's number of partitions, to write messages to it; or why it is no target:
+        it does not exist, may not be described, or is an own topic (see `door.owners`).
+
+        Args:
+            prefix: of our own topics, whose names alone show it.
+        """
 
     async def offsets(
         self, partitions: Collection[Partition], time_ms: int
@@ -283,12 +287,15 @@ class ConsumingDoor(Protocol):
             KafkaUnavailable: the result is unknown. An open transaction ends by its timeout.
         """
 
-    def delivery_writer(self, transactional_id: str, topic: str, key: str) -> DeliveryWriter:
+    def delivery_writer(
+        self, transactional_id: str, topic: str, key: str, *, take: bool = False
+    ) -> DeliveryWriter:
         """Return the writer of a relay, which has to be claimed.
 
         Args:
             topic: the compacted topic of positions, of one partition.
             key: of this writer's positions.
+            take: where no position is proved, take the newest record of any client.
         """
 
     async def groups(self) -> list[str]:

@@ -21,8 +21,8 @@ from txbroker.core.decoding import (
     is_content,
     passed_over,
 )
-from txbroker.core.encoding import CLAIM_KEY, ID_HEADER, OWN_TOPICS, PROGRESS_KEY, SKIPS
-from txbroker.core.records import Cause, Checkpoint, Claim, Record, Skip
+from txbroker.core.encoding import CLAIM_KEY, ID_HEADER, PROGRESS_KEY, SKIPS
+from txbroker.core.records import Checkpoint, Claim, Record, Skip
 from txbroker.core.routing import parse_id
 from txbroker.core.snapshot import CLOSING_KEYS, closing_key, find_whole
 from txbroker.door.protocols import Claimed, Fenced, ForeignRecord
@@ -32,7 +32,6 @@ LAYOUT_KEY = b"\tlayout"
 """The key of the layout in the groups topic; with a control character, which no group has."""
 
 _LAYOUT_VERSION = 1
-_ENDS = tuple(f".{name}" for name in OWN_TOPICS)
 CHECKPOINT = "checkpoint"
 _PER_HALF = ("half", "op", CHECKPOINT)
 OUTSIDE = "it was written outside of a Kafka transaction"
@@ -389,11 +388,6 @@ def find_layout(records: Sequence[Record]) -> Layout | None:
     return None
 
 
-def installation_of(topic: str) -> str:
-    """Return the prefix of the installation that would own a topic of this name, "" if none."""
-    return next((topic[: -len(end)] for end in _ENDS if topic.endswith(end)), "")
-
-
 def half_partitions(prefix: str, partitions: Mapping[str, int]) -> int:
     """Return an installation's half partitions by the partition counts of the topics that exist; 0
     if these do not match."""
@@ -421,12 +415,6 @@ def is_owners(record: Record) -> bool:
     except Malformed:
         return False
     return True
-
-
-def belongs_to(topic: str, prefix: str) -> Cause:
-    """Return why a topic of an installation cannot be a target."""
-    why = f"topic {topic} belongs to the txbroker installation {prefix!r}: choose another target"
-    return Cause("reserved", why, topic, -1)
 
 
 def partition_problems(

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from txbroker.core.records import NO_HEADERS, Message, Record
+from txbroker.core.records import NO_HEADERS, Cause, Message, Record
 from txbroker.core.routing import murmur2
 from txbroker.door.consuming import Copy
 from txbroker.errors import TxbrokerError
@@ -28,10 +28,12 @@ class Refusal(NamedTuple):
     Attributes:
         message: the same object that was to be written.
         cause: as a sentence.
+        lasting: it does not help to try again.
     """
 
     message: Message
     cause: str
+    lasting: bool = False
 
 
 class MessagesRefused(TxbrokerError):
@@ -50,12 +52,14 @@ class Placing:
     """Chooses the partitions of messages.
 
     Args:
-        count: returns a topic's number of partitions, see `ConsumingDoor.partition_count`.
+        target: returns a topic's number of partitions, see `ConsumingDoor.target`.
+        prefix: of our own topics, which are no targets.
     """
 
-    def __init__(self, count: Callable[[str], Awaitable[int]]) -> None:
-        self._count = count
-        self._counts: dict[str, tuple[float, int]] = {}
+    def __init__(self, target: Callable[[str, str], Awaitable[int | Cause]], prefix: str) -> None:
+        self._target = target
+        self._prefix = prefix
+        self._known: dict[str, tuple[float, int | Cause]] = {}
         self._now_s = asyncio.get_running_loop().time
 
     async def copies(self, messages: Sequence[Message], turn: int, timestamp_ms: int) -> list[Copy]:
@@ -68,19 +72,19 @@ class Placing:
             timestamp_ms: of messages without one.
 
         Raises:
-            MessagesRefused: a topic or a partition does not exist.
+            MessagesRefused: a topic or a partition does not exist, or is an own one.
             and what the look for a topic's partitions raises.
         """
         now_s, copies, refusals = self._now_s(), [], []
         for message in messages:
             topic, key, partition = message.topic, message.key, message.partition
-            until_s, count = self._counts.get(topic, _UNKNOWN)
+            until_s, count = self._known.get(topic, _UNKNOWN)
             if now_s >= until_s:
-                count = await self._count(topic)
-                self._counts[topic] = now_s + (_KNOWN_S if count else _MISSING_S), count
-            if not count:
-                cause = f"topic {topic} does not exist, or this login may not describe it"
-                refusals.append(Refusal(message, cause))
+                count = await self._target(topic, self._prefix)
+                kept_s = _MISSING_S if isinstance(count, Cause) else _KNOWN_S
+                self._known[topic] = now_s + kept_s, count
+            if isinstance(count, Cause):
+                refusals.append(Refusal(message, count.message, count.code == "reserved"))
                 continue
             if partition is None:
                 if key is None:

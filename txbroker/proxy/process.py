@@ -19,7 +19,7 @@ from txbroker.checkers.leases import GroupFinder, Leases, PeerIdentity, PeerSess
 from txbroker.checkers.runner import CheckRunner, RunnerLimits
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.checkers.url_guard import UrlGuard
-from txbroker.config.addresses import Address, parse_address, parse_host_rules
+from txbroker.config.addresses import Address, parse_host_rules, parse_servers
 from txbroker.config.settings import Settings
 from txbroker.core.settled import ShareOf
 from txbroker.door.protocols import Door
@@ -324,7 +324,7 @@ def make_checks(
         urls: returns the URLs of this proxy and the others, which no check URL may lead to.
         brokers: returns host and port of each Kafka broker, in addition to `settings.kafka`.
     """
-    kafka = [parse_address(server.strip()) for server in settings.kafka.split(",")]
+    kafka = parse_servers(settings.kafka)
 
     def own() -> Iterable[Address]:
         members = (Address(*broker) for broker in brokers())

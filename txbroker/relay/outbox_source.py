@@ -309,14 +309,17 @@ class OutboxSource:
     async def refused(self, delivery: Delivery, refusals: Sequence[Refusal]) -> None:
         """Let refused rows wait, and the others of their units; see `Source.refused`."""
         assert isinstance(delivery, OutboxDelivery)
-        by_cause = groupby(sorted(refusals, key=_cause_of), _cause_of)
-        refused = [
-            Refused([_id_of(each.message) for each in group], cause) for cause, group in by_cause
-        ]
         pauses_ms = [round(pause_s * 1000) for pause_s in self._retries.pauses_s]
-        await self._change(
-            lambda: self._rows.refuse(refused, delivery.positions, self._retries.max, pauses_ms)
-        )
+        for retries_max, lasting in ((1, True), (self._retries.max, False)):
+            some = sorted((each for each in refusals if each.lasting == lasting), key=_cause_of)
+            refused = [
+                Refused([_id_of(each.message) for each in group], cause)
+                for cause, group in groupby(some, _cause_of)
+            ]
+            if refused:
+                await self._change(
+                    partial(self._rows.refuse, refused, delivery.positions, retries_max, pauses_ms)
+                )
         self._held = await self._thread.read(self._rows.held)
 
     async def close(self) -> None:

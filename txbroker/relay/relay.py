@@ -51,6 +51,9 @@ class RelayOptions(TypedDict, total=False):
     """A relay without a sign of life for this time is replaced; 10 by default, at most 300."""
     topic_prefix: str
     """Of the topic of positions, `PREFIX.relay`; `txbroker` by default."""
+    take_position: bool
+    """Where no record in the topic of positions proves to be this relay's, go on from the newest
+    one, whoever wrote it, instead of an error; after a topic was restored or mirrored."""
     security: Mapping[str, Any] | None
     """Settings of the connection to Kafka, named as the proxy's; see `ConsumerOptions`."""
 
@@ -68,6 +71,7 @@ class RelaySettings(Struct, frozen=True, kw_only=True):
     shards: int | None = None
     lease_s: float = 10.0
     topic_prefix: str = "txbroker"
+    take_position: bool = False
     security: Mapping[str, Any] | None = None
 
     @property
@@ -87,6 +91,10 @@ class RelaySettings(Struct, frozen=True, kw_only=True):
             raise ConfigurationError(f"Relay: check is a function, not {self.check!r}")
         if self.check_secret is not None and self.check_url is None:
             raise ConfigurationError("Relay: check_secret is for check_url: give that, too")
+        if type(self.take_position) is not bool:
+            raise ConfigurationError(
+                f"Relay: take_position is True or False, not {self.take_position!r}"
+            )
         if self.shards not in (None, 1, 2, 4, 8, 16):
             raise ConfigurationError(f"Relay: shards is 1, 2, 4, 8 or 16, not {self.shards!r}")
         least = {"check_after_s": 0, "check_interval_s": 0.01, "keep_s": 0, "lease_s": 1}

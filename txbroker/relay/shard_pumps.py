@@ -62,7 +62,10 @@ class ShardPumps:
         named, settings, database = self._named, self._settings, self._outbox.database
         topic = settings.positions
         writer = self._door.delivery_writer(
-            f"{topic}.{named.relay}.{shard}", topic, self._key(shard)
+            f"{topic}.{named.relay}.{shard}",
+            topic,
+            self._key(shard),
+            take=settings.take_position,
         )
         stored = await writer.look()
         # Before the claim, which would fence the other relay.
@@ -79,4 +82,4 @@ class ShardPumps:
             Retries(settings.retries_max),
             lambda: self._leases.owned(shard),
         )
-        return RelaySink(self._door, writer, topic), source
+        return RelaySink(self._door, writer, settings.topic_prefix), source

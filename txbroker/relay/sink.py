@@ -19,13 +19,12 @@ class RelaySink:
 
     Args:
         writer: of the relay's position.
-        positions: the topic of positions, to which no message may go.
+        prefix: of our own topics, to which no message may go.
     """
 
-    def __init__(self, door: ConsumingDoor, writer: DeliveryWriter, positions: str) -> None:
-        self._positions = positions
+    def __init__(self, door: ConsumingDoor, writer: DeliveryWriter, prefix: str) -> None:
         self._writer = writer
-        self._placing = Placing(door.partition_count)
+        self._placing = Placing(door.target, prefix)
         self._turns = counting()
         self._written: dict[int, Message] = {}
         """The last messages by the identity of their record: the writer may still refuse them."""
@@ -42,9 +41,6 @@ class RelaySink:
             MessagesRefused: abort the transaction.
             KafkaUnavailable: see `DeliveryWriter.write`.
         """
-        if own := [each for each in messages if each.topic == self._positions]:
-            cause = f"topic {self._positions} holds the positions of relays: use another one"
-            raise MessagesRefused([Refusal(message, cause) for message in own])
         copies = await self._placing.copies(messages, next(self._turns), _KAFKAS_TIME)
         written = {id(copy.record): each for copy, each in zip(copies, messages, strict=True)}
         try:

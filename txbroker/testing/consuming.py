@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from txbroker.core.consuming.assignment import Subscription
-from txbroker.core.records import Record
+from txbroker.core.records import Cause, Record
 from txbroker.door.consuming import (
     EARLIEST,
     LATEST,
@@ -40,6 +40,7 @@ from txbroker.door.consuming import (
     TopicSpec,
 )
 from txbroker.door.delivering import DeliveryWriter
+from txbroker.door.owners import own_by_name, owner_of, unknown_target
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.testing.delivering import MemoryDeliveryWriter
 from txbroker.testing.groups import MemoryGroup, Seat, store_copies
@@ -48,6 +49,7 @@ from txbroker.testing.memory import MemoryKafka
 from txbroker.testing.topics import (
     MESSAGE_BYTES_MAX,
     KafkaTransaction,
+    MemoryEvidence,
     MemoryPartition,
     RecordRefused,
     valid_name,
@@ -80,13 +82,18 @@ class _Side:
         Raises:
             KafkaUnavailable: the loop has ended.
         """
-        if self._loop.is_closed():
-            raise KafkaUnavailable("the in-memory broker is closed")
 
         async def work() -> T:
             return call()
 
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), self._loop))
+        return await self.wait(work())
+
+    async def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine, and return its result; see `run`."""
+        if self._loop.is_closed():
+            work.close()
+            raise KafkaUnavailable("the in-memory broker is closed")
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
 
 class MemoryConsumingDoor:
@@ -128,13 +135,16 @@ class MemoryConsumingDoor:
 
         return await self._home.run(look)
 
-    async def partition_count(self, topic: str) -> int:
-        def look() -> int:
+    async def target(self, topic: str, prefix: str) -> int | Cause:
+        async def look() -> int | Cause:
             self._kafka.require_up()
+            cause = own_by_name(topic, prefix) or await owner_of(
+                topic, lambda owner: owner.exists(MemoryEvidence(self._kafka))
+            )
             found = self._kafka.topics.get(topic)
-            return 0 if found is None else len(found.partitions)
+            return cause or (unknown_target(topic) if found is None else len(found.partitions))
 
-        return await self._home.run(look)
+        return await self._home.wait(look())
 
     async def offsets(
         self, partitions: Collection[Partition], time_ms: int
@@ -210,8 +220,12 @@ class MemoryConsumingDoor:
 
         await self._home.run(write)
 
-    def delivery_writer(self, transactional_id: str, topic: str, key: str) -> DeliveryWriter:
-        return MemoryDeliveryWriter(self._home, self._kafka, transactional_id, topic, key)
+    def delivery_writer(
+        self, transactional_id: str, topic: str, key: str, *, take: bool = False
+    ) -> DeliveryWriter:
+        return MemoryDeliveryWriter(
+            self._home, self._kafka, transactional_id, topic, key, take=take
+        )
 
     async def groups(self) -> list[str]:
         def look() -> list[str]:

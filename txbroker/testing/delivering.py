@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from txbroker.core.records import Record
 from txbroker.door.consuming import Copy, CopyRefused
-from txbroker.door.delivering import DeliveryWriter, WriterFenced
+from txbroker.door.delivering import DeliveryWriter, PositionScan, WriterFenced, claim_record
 from txbroker.errors import KafkaUnavailable
 from txbroker.testing.groups import store_copies
 from txbroker.testing.memory import LostReply, MemoryKafka
@@ -35,42 +35,76 @@ class MemoryDeliveryWriter(DeliveryWriter):
     lost: LostReply | None = None
 
     def __init__(
-        self, home: Home, kafka: MemoryKafka, transactional_id: str, topic: str, key: str
+        self,
+        home: Home,
+        kafka: MemoryKafka,
+        transactional_id: str,
+        topic: str,
+        key: str,
+        *,
+        take: bool = False,
     ) -> None:
         self._home = home
         self._kafka = kafka
         self._id = transactional_id
         self._at = (topic, 0)
         self._key = key.encode()
+        self._take = take
+        self._known: frozenset[int] = frozenset()
+        """The producer of the transactional id before the claim."""
+        self._follows_position = False
+        """The newest claim follows a position."""
         self._pending: Sequence[Copy] = ()
         """Written with the next call."""
         self._transaction: KafkaTransaction | None = None
         self._claimed = False
 
     async def look(self) -> bytes | None:
-        return await self._home.run(self._newest)
+        def look() -> bytes | None:
+            self._kafka.require_up()
+            log = self._kafka.partition(*self._at)
+            found = self._scan(log.stable_end, self._kafka.known_producers(self._id))[1]
+            return found.value if found is not None else None
 
-    def _newest(self) -> bytes | None:
-        self._kafka.require_up()
+        return await self._home.run(look)
+
+    def _scan(self, end: int, producers: frozenset[int]) -> tuple[PositionScan, Record | None]:
+        """Return the position before an offset."""
         log = self._kafka.partition(*self._at)
-        found = [
-            record.value
-            for record in log.read(log.begin, log.stable_end)
-            if record.key == self._key
-        ]
-        return found[-1] if found else None
+        scan = PositionScan(self._id, self._at[0], self._key, producers)
+        scan.note(log.read(log.begin, end, producers=True))
+        return scan, scan.position(take=self._take)
 
     async def claim(self) -> bytes | None:
         self._pending, self._transaction = (), None
 
         def fence() -> None:
             self._kafka.require_up()
+            self._known = self._kafka.known_producers(self._id)
             self._kafka.fence(self._id, self)
 
         await self._home.run(fence)
-        position = await self._home.run(self._newest)
+        position = await self._home.run(self._claim)
         self._claimed = True
         return position
+
+    def _claim(self) -> bytes | None:
+        transaction = self._open()
+        self._transaction = None
+        claim = claim_record(self._key, position=False)
+        try:
+            base = self._kafka.write(*self._at, [claim], transaction)
+            scan, found = self._scan(base, self._known | {transaction.producer})
+            self._follows_position = found is not None
+            if found is not None:
+                records = [claim_record(self._key, position=True)]
+                if scan.is_overwritten(found, transaction.producer):
+                    records.append(Record(self._key, found.value))
+                self._kafka.write(*self._at, records, transaction)
+            self._kafka.end(transaction, committed=True)
+        finally:
+            self._kafka.end(transaction, committed=False)
+        return found.value if found is not None else None
 
     async def write(self, copies: Sequence[Copy]) -> None:
         if self._pending:
@@ -85,14 +119,17 @@ class MemoryDeliveryWriter(DeliveryWriter):
             await self._run(lambda: self._kafka.end(transaction, committed=False))
 
     async def commit(self, position: bytes) -> None:
-        place = Copy(*self._at, Record(self._key, position))
+        records = [Record(self._key, position)]
+        if not self._follows_position:
+            records.insert(0, claim_record(self._key, position=True))
+        places = [Copy(*self._at, record) for record in records]
 
         def commit() -> None:
             lost, self.lost = self.lost, None
-            store_copies(self._kafka, [*self._pending, place], self._open(), lost)
+            store_copies(self._kafka, [*self._pending, *places], self._open(), lost)
 
         await self._run(commit)
-        self._pending, self._transaction = (), None
+        self._pending, self._transaction, self._follows_position = (), None, True
 
     def _send(self) -> None:
         transaction = self._open()

@@ -11,7 +11,6 @@ The protocols in `txbroker.door.protocols` document the methods and their errors
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import dropwhile
 from typing import NamedTuple
 
@@ -22,15 +21,11 @@ from txbroker.core.records import Cause, Claim, Record
 from txbroker.door.own_topics import (
     LAYOUT_KEY,
     CheckpointScan,
-    belongs_to,
     encode_layout,
     find_layout,
-    half_partitions,
-    installation_of,
-    is_layout,
-    is_owners,
     partition_problems,
 )
+from txbroker.door.owners import owner_of
 from txbroker.door.protocols import (
     Appended,
     AppendUnknown,
@@ -57,7 +52,13 @@ from txbroker.door.protocols import (
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.testing.members import MemoryMembership
 from txbroker.testing.memory import MemoryKafka
-from txbroker.testing.topics import KafkaTransaction, MemoryPartition, RecordRefused, valid_name
+from txbroker.testing.topics import (
+    KafkaTransaction,
+    MemoryEvidence,
+    MemoryPartition,
+    RecordRefused,
+    valid_name,
+)
 
 MESSAGE_BYTES_MAX = 8 << 20
 """The largest half batch by default, as on a real Kafka."""
@@ -578,9 +579,8 @@ class MemoryTargets:
 
     async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
         await self._kafka.reach()
-        prefix = installation_of(topic)
-        if prefix and self._exists(prefix):
-            cause = belongs_to(topic, prefix)
+        cause = await owner_of(topic, lambda owner: owner.exists(MemoryEvidence(self._kafka)))
+        if cause is not None:
             self._remember(topic, cause)
             return cause
         if create and topic not in self._kafka.topics and valid_name(topic):
@@ -588,24 +588,6 @@ class MemoryTargets:
         facts = self._kafka.facts(topic)
         self._remember(topic, facts)
         return facts
-
-    def _exists(self, prefix: str) -> bool:
-        count = half_partitions(
-            prefix, {name: len(topic.partitions) for name, topic in self._kafka.topics.items()}
-        )
-        return count > 0 and (
-            self._holds(prefix, "groups", partial(is_layout, partitions=count))
-            or self._holds(prefix, "checkpoint", is_owners)
-        )
-
-    def _holds(self, prefix: str, name: str, test: Callable[[Record], bool]) -> bool:
-        """Return True if a topic of that prefix holds such a record."""
-        topic = self._kafka.topics.get(f"{prefix}.{name}")
-        return topic is not None and any(
-            test(record)
-            for partition in topic.partitions
-            for record in partition.read(partition.begin, partition.stable_end)
-        )
 
     def forget(self, topic: str) -> None:
         self._known.pop(topic, None)

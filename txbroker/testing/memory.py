@@ -132,6 +132,9 @@ class MemoryKafka(MemoryTopics):
             for id, (holder, running) in self._transactions.items()
             if any(transaction.open for transaction in running)
         }
+        self._producers = {
+            id: producer for id, producer in self._producers.items() if id in self._transactions
+        }
 
     # --- for the door ------------------------------------------------------------------------
 
@@ -187,6 +190,11 @@ class MemoryKafka(MemoryTopics):
         running[:] = [transaction for transaction in running if transaction.open]
         running.append(KafkaTransaction(self._producer(transactional_id)))
         return running[-1]
+
+    def known_producers(self, transactional_id: str) -> frozenset[int]:
+        """Return the producer id of a transactional id; none where it has none."""
+        known = transactional_id in self._transactions and transactional_id in self._producers
+        return frozenset({self._producers[transactional_id]} if known else ())
 
     def _producer(self, transactional_id: str) -> int:
         return self._producers.setdefault(transactional_id, next(self._ids))

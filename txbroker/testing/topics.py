@@ -3,11 +3,12 @@ administrator."""
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from msgspec import Struct, structs
 
 from txbroker.core.records import Cause, Record
+from txbroker.door.owners import Evidence
 from txbroker.door.protocols import LogTruncated, TargetFacts
 from txbroker.errors import KafkaUnavailable
 
@@ -272,6 +273,30 @@ class MemoryTopics:
     def _changed(self) -> None:
         for watcher in list(self._watchers):
             watcher()
+
+
+class MemoryEvidence(Evidence):
+    """What a Kafka in memory holds; it keeps no `cleanup.policy`."""
+
+    def __init__(self, kafka: MemoryTopics) -> None:
+        self._kafka = kafka
+
+    async def partitions(self, names: Collection[str]) -> dict[str, int]:
+        topics = self._kafka.topics
+        return {name: len(topics[name].partitions) for name in names if name in topics}
+
+    async def compacted(self, names: Sequence[str]) -> bool:
+        return True
+
+    async def holds(
+        self, topic: str, partitions: int, test: Callable[[Record], bool], newest: int = 0
+    ) -> bool:
+        logs = self._kafka.topics[topic].partitions if topic in self._kafka.topics else ()
+        return any(
+            test(record)
+            for log in logs
+            for record in log.read(log.begin, log.stable_end, producers=True)
+        )
 
 
 def valid_name(name: str) -> bool:

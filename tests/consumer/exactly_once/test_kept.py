@@ -72,9 +72,15 @@ async def test_dead_letter_topic(world: World, shop: Shop) -> None:
     assert (copy[0].value, copy[1].source, copy[1].cause) == (b"1", Source("orders", 0, 0), "bad")
 
 
-async def test_dead_letter_topic_that_is_missing(world: World, shop: Shop) -> None:
-    store = InDatabase(shop.database, dead_letter_topic="dead")
-    with pytest.raises(ConfigurationError, match="dead_letter_topic: topic dead does not exist"):
+@pytest.mark.parametrize(
+    ("topic", "why"),
+    [("dead", "dead does not exist"), ("txbroker.op", "txbroker.op is txbroker's own")],
+)
+async def test_dead_letter_topic_that_is_no_target(
+    world: World, shop: Shop, topic: str, why: str
+) -> None:
+    store = InDatabase(shop.database, dead_letter_topic=topic)
+    with pytest.raises(ConfigurationError, match=f"dead_letter_topic: topic {why}"):
         async with world.consumer(**shop.options | {"store": store}):
             pass
 

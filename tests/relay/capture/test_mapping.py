@@ -174,6 +174,12 @@ def test_change_that_does_not_fit_stops_the_capture(
 # --- faults of files -------------------------------------------------------------------------
 
 TABLE = '[[tables]]\ntable = "orders"\ntopic = "t"\n'
+
+
+def to(topic: str) -> str:
+    return TABLE.replace('"t"', f'"{topic}"')
+
+
 TOP = 'name = "shop"\ndatabase = "postgresql://u@h/shop"\n'
 
 
@@ -200,10 +206,9 @@ TOP = 'name = "shop"\ndatabase = "postgresql://u@h/shop"\n'
         (f"{TOP}{TABLE}binary = true", ["binary is for a single column"]),
         (f"{TOP}{TABLE}column = 'a'\nbefore = true", ["before is for whole rows"]),
         (f"{TOP}{TABLE}headers = {{ txb-id = 'x' }}", ["names with 'txb-' are txbroker's"]),
-        (
-            f"{TOP}{TABLE.replace(chr(34) + 't' + chr(34), chr(34) + 'a b' + chr(34))}",
-            ["topic 'a b'"],
-        ),
+        (f"{TOP}{to('a b')}", ["topic 'a b'"]),
+        (f"{TOP}{to('txbroker.op')}", ["topic txbroker.op is txbroker's own: it is no target"]),
+        (f"{TOP}topic_prefix = 'x'\n{to('x.relay')}", ["topic x.relay is txbroker's own"]),
     ],
 )
 def test_faults_of_a_file_are_sentences(

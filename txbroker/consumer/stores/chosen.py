@@ -11,7 +11,7 @@ from txbroker.consumer.settings import ConsumerSettings
 from txbroker.consumer.stores.database import InDatabase, OpenDatabase
 from txbroker.consumer.stores.files import InFile
 from txbroker.consumer.stores.kafka import InKafka, KafkaResults
-from txbroker.consumer.stores.kept import DeadLetterTopic, TableAsides
+from txbroker.consumer.stores.kept import DeadLetterTopic, NoDeadLetterTopic, TableAsides
 from txbroker.consumer.stores.mirror import Mirrored
 from txbroker.consumer.stores.own import OwnPositions
 from txbroker.consumer.workers import Results
@@ -57,9 +57,16 @@ class Stores:
             stores._shared = stores._database = opened
             stores.results = opened.results
             if store.dead_letter_topic is not None:
-                stores._dead_letters = await _existing(store.dead_letter_topic, door)
+                dead_letters = DeadLetterTopic(store.dead_letter_topic, door, settings.topic_prefix)
+                try:
+                    await dead_letters.partitions()
+                except NoDeadLetterTopic as error:
+                    raise ConfigurationError(str(error)) from None
+                stores._dead_letters = dead_letters
         elif isinstance(store, InKafka):
-            stores.results = results = KafkaResults(door, settings.in_flight_max)
+            stores.results = results = KafkaResults(
+                door, settings.topic_prefix, settings.in_flight_max
+            )
             stack.push_async_callback(results.close)
         elif store is not None:
             stores._shared = OwnPositions(store, door, group)
@@ -89,13 +96,3 @@ class Stores:
         return lambda engine, committer, fetcher: TopicAsides(
             engine, committer, door, fetcher, topic
         )
-
-
-async def _existing(topic: str, door: ConsumingDoor) -> DeadLetterTopic:
-    found = (await door.topics([topic])).get(topic)
-    if found is None:
-        raise ConfigurationError(
-            f"dead_letter_topic: topic {topic} does not exist, or may not be described: create it "
-            "or correct its name"
-        )
-    return DeadLetterTopic(topic, found.partitions)

@@ -23,7 +23,7 @@ from txbroker.consumer.workers import (
     until_end,
 )
 from txbroker.core.consuming.failure import Reject
-from txbroker.core.records import Message
+from txbroker.core.records import Cause, Message
 from txbroker.door.consuming import ConsumingDoor, Copy
 from txbroker.door.placing import MessagesRefused, Placing
 from txbroker.errors import ConfigurationError, KafkaUnavailable
@@ -118,16 +118,17 @@ class KafkaResults:
     """The `Results` of handlers that send messages.
 
     Args:
+        prefix: of our own topics, which are no targets.
         threads: for plain handlers.
     """
 
     second_argument = "out"
 
-    def __init__(self, door: ConsumingDoor, threads: int) -> None:
+    def __init__(self, door: ConsumingDoor, prefix: str, threads: int) -> None:
         self._door = door
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
-        self._placing = Placing(self._count)
+        self._placing = Placing(self._target, prefix)
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
@@ -205,12 +206,12 @@ class KafkaResults:
 
     # --- outputs -----------------------------------------------------------------------------
 
-    async def _count(self, topic: str) -> int:
-        """Return a topic's number of partitions, see `ConsumingDoor.partition_count`."""
+    async def _target(self, topic: str, prefix: str) -> int | Cause:
+        """Return a topic's number of partitions, see `ConsumingDoor.target`."""
         failures = 0
         while True:
             try:
-                return await self._door.partition_count(topic)
+                return await self._door.target(topic, prefix)
             except KafkaUnavailable as error:
                 failures += 1
                 log.warning("output waits", topic=topic, error=str(error))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import structlog
 
@@ -25,7 +25,7 @@ from txbroker.databases.kept import RELEASED, RETRY, SET_ASIDE, UNPUBLISHED, Kep
 from txbroker.databases.steps import Steps
 from txbroker.door.consuming import ConsumingDoor, Copy, Partition
 from txbroker.error_text import safe_repr
-from txbroker.errors import KafkaUnavailable
+from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.net.tasks import Background
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
@@ -57,11 +57,39 @@ class RetriedRows(Work):
         return self.parent
 
 
-class DeadLetterTopic(NamedTuple):
-    """A topic that receives dead letters."""
+class DeadLetterTopic:
+    """A topic that receives dead letters.
 
-    name: str
-    partitions: int
+    Args:
+        prefix: of our own topics, which are no targets.
+    """
+
+    def __init__(self, name: str, door: ConsumingDoor, prefix: str) -> None:
+        self.name = name
+        self._door = door
+        self._prefix = prefix
+
+    async def partitions(self) -> int:
+        """Return how many it has.
+
+        Raises:
+            ConfigurationError: it is an own topic.
+            NoDeadLetterTopic: it does not exist.
+            KafkaUnavailable
+        """
+        found = await self._door.target(self.name, self._prefix)
+        if isinstance(found, int):
+            return found
+        why = f"dead_letter_topic: {found.message}"
+        if found.code == "reserved":
+            raise ConfigurationError(why)
+        raise NoDeadLetterTopic(f"{why}: create it or correct its name")
+
+
+class NoDeadLetterTopic(KafkaUnavailable):
+    """The topic of dead letters does not exist."""
+
+    lasting = True
 
 
 class TableAsides:
@@ -194,7 +222,7 @@ class TableAsides:
     async def _publish(self, topic: str, numbers: Sequence[int], to: DeadLetterTopic) -> None:
         """Copy dead letters to their topic, at least once."""
         for kept in await self._due(UNPUBLISHED, topic, numbers, _CHUNK):
-            number = spread(kept.failed.source[:2], to.partitions)
+            number = spread(kept.failed.source[:2], await to.partitions())
             await self._door.append(to.name, number, [kept.copy])
             await self._mark(kept.failed.source)
 

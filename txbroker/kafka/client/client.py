@@ -19,6 +19,7 @@ from aiokafka.protocol.coordination import FindCoordinatorRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from msgspec import Struct
 
+from txbroker.config.addresses import Address, parse_address
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.connection import (
     Connection,
@@ -39,6 +40,11 @@ _LOST = (OSError, KafkaError, TimeoutError)
 
 Opener = Callable[..., Awaitable[Connection]]
 """Opens a connection: `open_connection`, or a substitute in tests."""
+
+
+def address_text(host: str, port: int) -> str:
+    """Return `host:port`, or `[::1]:port`."""
+    return str(Address(host, port))
 
 
 class NotSent(KafkaUnavailable):
@@ -260,7 +266,7 @@ class Client:
             arguments = self._arguments = self._login.arguments()
         except ConfigurationError as error:
             # It was valid at the start: a file has changed since, and may be corrected.
-            raise NotSent(f"no connection to Kafka at {host}:{port}: {error}") from None
+            raise NotSent(f"no connection to Kafka at {Address(host, port)}: {error}") from None
         try:
             return await self._open(
                 host,
@@ -273,7 +279,7 @@ class Client:
         except (OSError, KafkaError, TimeoutError) as error:
             why = why_not(error, host, arguments)
             kind = LoginRefused if is_refusal(error) else NotSent
-            raise kind(f"no connection to Kafka at {host}:{port}{why}") from None
+            raise kind(f"no connection to Kafka at {Address(host, port)}{why}") from None
 
     def _drop(self, node: int, channel: str, connection: Connection) -> None:
         if self._connections.get((node, channel)) is connection:
@@ -325,9 +331,9 @@ class Client:
         except (NotSent, Unanswered) as error:
             last: KafkaUnavailable = error
         for server in self.settings.bootstrap_servers:
-            host, _, port = server.rpartition(":")
+            host, port = parse_address(server)
             try:
-                connection = await self._connect(host, int(port))
+                connection = await self._connect(host, port)
             except NotSent as error:
                 last = error
                 continue

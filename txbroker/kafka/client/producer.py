@@ -25,7 +25,7 @@ from txbroker.kafka.client.shared_writes import SharedWrites
 from txbroker.kafka.protocol.batch import Body, encode_batch
 from txbroker.kafka.protocol.codes import FENCED, LEADER_MOVED, RETRIABLE, Code, describe
 from txbroker.kafka.protocol.packed import PackedRequest
-from txbroker.kafka.protocol.schemas import api_versions
+from txbroker.kafka.protocol.schemas import DescribeTransactionsV0, api_versions
 from txbroker.kafka.protocol.transactions import (
     NO_PRODUCER,
     TXN_V1,
@@ -143,6 +143,31 @@ class Producer:
             KafkaUnavailable: no success before the deadline.
         """
         await self._init_producer_id(backoff, NO_PRODUCER)
+
+    async def known_id(self, backoff: Backoff) -> int:
+        """Return the producer id that Kafka has for the transactional id, before `start`; -1: none,
+        or it has forgotten it.
+
+        Raises:
+            KafkaUnavailable: no success before the deadline.
+        """
+        request = DescribeTransactionsV0([self._transactional_id])
+        while True:
+            try:
+                (state,) = (await self._ask_coordinator(request)).transaction_states
+            except KafkaUnavailable as error:
+                if not is_retriable(error) or not await backoff.pause():
+                    raise
+                continue
+            code, producer_id = state[0], int(state[5])
+            if code == Code.NONE:
+                return producer_id
+            if code == Code.TRANSACTIONAL_ID_NOT_FOUND:
+                return -1
+            if code in (Code.COORDINATOR_NOT_AVAILABLE, Code.NOT_COORDINATOR):
+                self._client.forget_coordinator(TRANSACTION, self._transactional_id)
+            if code not in RETRIABLE or not await backoff.pause():
+                raise KafkaRefused(code, f"cannot describe the transaction: {describe(code)}")
 
     async def _init_producer_id(self, backoff: Backoff, current: ProducerIdentity) -> None:
         timeout_ms = round(self._settings.transaction_timeout_s * 1000)
@@ -340,8 +365,7 @@ class Producer:
         # Checked first: an abort writes markers to the true leader, whatever was produced where.
         for partition in [p for p in partitions if p in self.vouching_leader]:
             self._check_vouching_leader(partition, await self._client.leader(*partition))
-        while self.epoch >= self._protocol.epoch_limit:
-            await self._init_producer_id(backoff, (self.id, self.epoch))
+        await self.replace_exhausted(backoff)
         if (
             not self._protocol.explicit_add_partitions
             and self._previous_completed
@@ -367,6 +391,16 @@ class Producer:
             if code in RETRIABLE and await backoff.pause():
                 continue
             raise BatchRefused(partition, code, None)
+
+    async def replace_exhausted(self, backoff: Backoff) -> None:
+        """Take a new producer id, or epoch, for the next transaction if the epochs are used up.
+
+        Raises:
+            ProducerFenced
+            KafkaUnavailable: this producer must not be used again.
+        """
+        while self.epoch >= self._protocol.epoch_limit:
+            await self._init_producer_id(backoff, (self.id, self.epoch))
 
     async def add_group(self, group: str, backoff: Backoff) -> None:
         """Add a group's offsets to the transaction; send them with `offset_commit`.

@@ -7,6 +7,7 @@ from functools import partial
 from msgspec import Struct
 
 from txbroker.config.access import KafkaAccess
+from txbroker.config.addresses import parse_servers
 from txbroker.config.settings import Settings
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.login import LoginMaker, NoLogin, SettingsLogin
@@ -89,7 +90,7 @@ class KafkaSettings(Struct, frozen=True, kw_only=True):
         """
         SettingsLogin(settings).arguments()  # fails early
         return cls(
-            bootstrap_servers=tuple(part.strip() for part in settings.kafka.split(",")),
+            bootstrap_servers=tuple(map(str, parse_servers(settings.kafka))),
             instance_id=settings.instance,
             group_id=settings.topic_prefix,
             half_topic=settings.topic("half"),
@@ -117,7 +118,7 @@ class KafkaSettings(Struct, frozen=True, kw_only=True):
         """
         SettingsLogin(access).arguments()  # fails early
         return cls(
-            bootstrap_servers=tuple(part.strip() for part in access.kafka.split(",")),
+            bootstrap_servers=tuple(map(str, parse_servers(access.kafka))),
             instance_id=client_id,
             client_id=client_id,
             login=partial(SettingsLogin, access),

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from txbroker.config.access import KafkaAccess
-from txbroker.core.records import Record
+from txbroker.core.records import Cause, Record
 from txbroker.door.consuming import (
     LATEST,
     ConsumingDoor,
@@ -27,7 +27,6 @@ from txbroker.door.protocols import AppendRefused, AppendUnknown, LogTruncated
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client, KafkaRefused, LoginRefused, Opener, is_retriable
-from txbroker.kafka.client.connection import open_connection
 from txbroker.kafka.client.fetcher import KafkaFetcher
 from txbroker.kafka.client.groups import committed_offsets, describe_group, list_groups
 from txbroker.kafka.client.reader import READ_UNCOMMITTED, Reader, offsets_at
@@ -35,6 +34,7 @@ from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.delivering import KafkaDeliveryWriter
 from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming, store_copies
 from txbroker.kafka.door.log import append_records
+from txbroker.kafka.door.targets import Owners
 
 _TRUNCATED_RETRIES = 3
 _SETTLED_POLL_S = 0.1
@@ -53,10 +53,11 @@ class KafkaConsumingDoor(ConsumingDoor):
         ConfigurationError: the settings contradict each other.
     """
 
-    def __init__(self, settings: KafkaSettings, opener: Opener = open_connection) -> None:
+    def __init__(self, settings: KafkaSettings, opener: Opener | None = None) -> None:
         settings.validate()
-        self._client = Client(settings, opener)
+        self._client = Client(settings) if opener is None else Client(settings, opener)
         self._admin = Admin(self._client)
+        self._owners = Owners(self._client, self._admin)
 
     @classmethod
     def from_access(cls, access: KafkaAccess, client_id: str = "txbroker") -> KafkaConsumingDoor:
@@ -97,9 +98,9 @@ class KafkaConsumingDoor(ConsumingDoor):
         """
         return await self._admin.identities(names) if names is None or names else {}
 
-    async def partition_count(self, topic: str) -> int:
-        """Return a topic's number of partitions, see `ConsumingDoor.partition_count`."""
-        return await self._admin.partition_count(topic)
+    async def target(self, topic: str, prefix: str) -> int | Cause:
+        """Return a topic's number of partitions, see `ConsumingDoor.target`."""
+        return await self._owners.target(topic, prefix)
 
     async def offsets(
         self, partitions: Collection[Partition], time_ms: int
@@ -173,9 +174,11 @@ class KafkaConsumingDoor(ConsumingDoor):
         """
         await store_copies(self._client, group, copies)
 
-    def delivery_writer(self, transactional_id: str, topic: str, key: str) -> KafkaDeliveryWriter:
+    def delivery_writer(
+        self, transactional_id: str, topic: str, key: str, *, take: bool = False
+    ) -> KafkaDeliveryWriter:
         """Return the writer of a relay, see `ConsumingDoor.delivery_writer`."""
-        return KafkaDeliveryWriter(self._client, transactional_id, topic, key)
+        return KafkaDeliveryWriter(self._client, transactional_id, topic, key, take=take)
 
     # --- groups ------------------------------------------------------------------------------
 

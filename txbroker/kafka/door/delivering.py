@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-import msgspec
-
 from txbroker.core.records import Record
 from txbroker.door.consuming import Copy, CopyRefused, Partition
-from txbroker.door.delivering import DeliveryWriter, WriterFenced
+from txbroker.door.delivering import DeliveryWriter, PositionScan, WriterFenced, claim_record
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.kafka.client.client import Client
@@ -38,19 +34,27 @@ class KafkaDeliveryWriter(DeliveryWriter):
         transactional_id: of the producer.
         topic: the compacted topic of positions.
         key: of the positions.
+        take: take a position that is not proved.
     """
 
-    def __init__(self, client: Client, transactional_id: str, topic: str, key: str) -> None:
+    def __init__(
+        self, client: Client, transactional_id: str, topic: str, key: str, *, take: bool
+    ) -> None:
         self._client = client
         self._settings = client.settings
         self._transactional_id = transactional_id
         self._at = (topic, POSITIONS_PARTITION)
         self._key = key.encode()
         self._channel = f"relay/{transactional_id}"
-        self._reader = Reader(client, *self._at, f"{self._channel}/position", append_time=False)
+        self._take_any = take
+        self._reader = Reader(
+            client, *self._at, f"{self._channel}/position", append_time=False, producers=True
+        )
         self._producer: Producer | None = None
         self._pending: Sequence[Copy] = ()
         """Written with the next call: in one request with the position, if that follows."""
+        self._claimed_by = -1
+        """The producer of the newest claim that follows a position."""
         self._sent = False
         """The open transaction holds records that `_pending` does not."""
         self._begun_s = 0.0
@@ -62,57 +66,82 @@ class KafkaDeliveryWriter(DeliveryWriter):
 
     async def look(self) -> bytes | None:
         """See `DeliveryWriter.look`."""
-        return await self._last_before(await self._reader.stable_end())
+        producer, backoff = self._new_producer(), self._claim_backoff()
+        with self._explained("look"):
+            scan = self._scan({await producer.known_id(backoff)})
+        await self._read(scan, await self._reader.stable_end())
+        found = scan.position(take=self._take_any)
+        return found.value if found is not None else None
 
     async def claim(self) -> bytes | None:
         """See `DeliveryWriter.claim`.
 
-        The claim record proves that the position was read from the leader: a deposed one does not
-        have it.
+        The position is read to the offset of the claim record: a deposed leader that shows as much
+        has all that is before it. The transaction of the claim is open meanwhile, so that the
+        position is stored again together with the claim, or not at all.
         """
         self._producer, self._pending, self._sent, self._begun_s = None, (), False, 0.0
-        backoff = Backoff(self._settings.claim_timeout_s, self._settings.retry_backoff_s)
-        producer = Producer(self._client, self._channel, self._transactional_id)
+        self._claimed_by = -1
+        producer, backoff = self._new_producer(), self._claim_backoff()
         with self._explained("claim"):
+            before = await producer.known_id(backoff)
             await producer.start(backoff)
             failpoint("relay.fenced")
             await producer.add([self._at], backoff)
-            claim = batch_body([self._record(b"/owner", _owner())])
+            claim = batch_body([claim_record(self._key, position=False)])
             stored = (await producer.produce({self._at: claim}, backoff))[self._at]
+        scan = self._scan({before, producer.id})
+        await self._read(scan, stored.base_offset, backoff)
+        try:
+            found = scan.position(take=self._take_any)
+        except ConfigurationError:
+            with contextlib.suppress(KafkaUnavailable, ProducerFenced):
+                await _abort(producer, backoff)
+            raise
+        with self._explained("claim"):
+            if found is not None:
+                records = [claim_record(self._key, position=True)]
+                if scan.is_overwritten(found, producer.id):
+                    records.append(Record(self._key, found.value))
+                await producer.produce({self._at: batch_body(records)}, backoff)
+                self._claimed_by = producer.id
             await producer.end(commit=True, backoff=backoff)
         failpoint("relay.claimed")
-        position = await self._last_before(stored.base_offset + 1, backoff)
         self._producer = producer
-        return position
+        return found.value if found is not None else None
 
-    async def _last_before(self, end: int, backoff: Backoff | None = None) -> bytes | None:
-        """Return the position before an offset.
+    def _new_producer(self) -> Producer:
+        return Producer(self._client, self._channel, self._transactional_id)
+
+    def _claim_backoff(self) -> Backoff:
+        return Backoff(self._settings.claim_timeout_s, self._settings.retry_backoff_s)
+
+    def _scan(self, producers: set[int]) -> PositionScan:
+        return PositionScan(self._transactional_id, self._at[0], self._key, producers - {-1})
+
+    async def _read(self, scan: PositionScan, end: int, backoff: Backoff | None = None) -> None:
+        """Let a scan read backwards from an offset.
 
         Args:
-            backoff: pauses while an open transaction hides it.
+            backoff: pauses while an open transaction hides records.
         """
-        while True:
+        begin, high, size = await self._reader.start(), end, _WINDOW
+        while high > begin:
+            low = max(begin, high - size)
             try:
-                return await self._newest(end)
+                mine = [
+                    record
+                    async for records in self._reader.read(low, high)
+                    for record in records
+                    if record.key is not None and record.key.startswith(self._key)
+                ]
             except KafkaUnavailable:
                 if backoff is None or not await backoff.pause():
                     raise
-
-    async def _newest(self, end: int) -> bytes | None:
-        begin, high, size = await self._reader.start(), end, _WINDOW
-        while high > begin:
-            low, found = max(begin, high - size), None
-            async for records in self._reader.read(low, high):
-                for record in records:
-                    if record.key == self._key:
-                        found = record
-            if found is not None:
-                return found.value
+                continue
+            if scan.note(mine):
+                return
             high, size = low, size * 8
-        return None
-
-    def _record(self, suffix: bytes, value: bytes) -> Record:
-        return Record(self._key + suffix, value)
 
     # --- deliveries --------------------------------------------------------------------------
 
@@ -134,13 +163,23 @@ class KafkaDeliveryWriter(DeliveryWriter):
 
     async def commit(self, position: bytes) -> None:
         """See `DeliveryWriter.commit`."""
-        place = Copy(*self._at, self._record(b"", position))
-        await self._send([*self._pending, place])
+        producer, backoff = self._take(), self._backoff()
+        with self._explained("commit"):
+            if not self._sent:
+                await producer.replace_exhausted(backoff)
+        self._producer, claiming = producer, producer.id
+        records = [Record(self._key, position)]
+        if claiming != self._claimed_by:
+            records.insert(0, claim_record(self._key, position=True))
+        await self._send([*self._pending, *(Copy(*self._at, record) for record in records)])
         producer, self._pending, self._sent = self._take(), (), False
+        written_by = producer.id
         failpoint("relay.ending")
         with self._explained("commit"):
             await producer.end(commit=True, backoff=self._backoff())
         failpoint("relay.ended")
+        # Not if Kafka has given another id after a refusal.
+        self._claimed_by = claiming if written_by == claiming else -1
         self._producer, self._begun_s = producer, 0.0
 
     async def _send(self, copies: Sequence[Copy]) -> None:
@@ -208,8 +247,3 @@ class KafkaDeliveryWriter(DeliveryWriter):
 async def _abort(producer: Producer, backoff: Backoff) -> None:
     await producer.end(commit=False, backoff=backoff)
     await producer.renew(backoff)
-
-
-def _owner() -> bytes:
-    """Return who claims, for operators."""
-    return msgspec.json.encode({"host": socket.gethostname(), "process": os.getpid()})

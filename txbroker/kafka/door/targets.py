@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import partial
 
 from txbroker.core.records import Cause, Record
 from txbroker.door.consuming import TopicSpec
-from txbroker.door.own_topics import (
-    belongs_to,
-    half_partitions,
-    installation_of,
-    is_layout,
-    is_owners,
-)
+from txbroker.door.owners import Evidence, Owner, own_by_name, owner_of, unknown_target
 from txbroker.door.protocols import LogTruncated, TargetFacts, Targets
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
@@ -47,7 +41,7 @@ class KafkaTargets(Targets):
     def __init__(self, client: Client, admin: Admin) -> None:
         self._client = client
         self._admin = admin
-        self._installations = Installations(client, admin)
+        self._owners = Owners(client, admin)
         self._ttl_s = client.settings.facts_ttl_s
         self._loop = asyncio.get_running_loop()
         self._known: dict[str, tuple[float, TargetFacts | Cause]] = {}
@@ -90,7 +84,7 @@ class KafkaTargets(Targets):
             task.exception()  # mark as retrieved: all callers may have been cancelled
 
     async def _examine(self, topic: str, *, create: bool) -> TargetFacts | Cause:
-        facts = await self._installations.refused(topic) or await self._ask(topic)
+        facts = await self._owners.refused(topic) or await self._ask(topic)
         if create and isinstance(facts, Cause) and facts.code == "unknown_topic":
             facts = await self._create(topic) or await self._ask(topic)
         if self._in_flight.get((topic, create)) is asyncio.current_task():
@@ -198,85 +192,79 @@ def _cause(topic: str, code: int) -> Cause:
     raise KafkaUnavailable(f"topic {topic}: {describe(code)}")
 
 
-# --- topics of installations ---------------------------------------------------------------------
+# --- topics of owners ----------------------------------------------------------------------------
 
 _FOUND_S, _NOT_FOUND_S = 600.0, 30.0
 """Cache lifetime of a positive and of a negative result."""
 _READ_BYTES_MAX = 512 << 10
 """Maximum bytes read of each topic, plus one batch: a prepare waits for it."""
 _FETCH_BYTES = 64 << 10
-_NEWEST = 100
-"""Number of offsets at the end of a checkpoint partition that are searched."""
 _READ_S = 2.0
-_CHANNEL = "installations"
+_CHANNEL = "owners"
 
 
-class Installations:
-    """Detects topics of txbroker installations on the same Kafka: they are no targets.
-
-    A promoted message would be taken for a record there. A name or one record is no proof, because
-    any client may write it. An installation has all of its topics, with matching partitions,
-    compacted where required, and a record that only installations write: the layout with that
-    number of partitions in the groups topic, or claims or progress in the checkpoint topic."""
+class Owners(Evidence):
+    """Finds the installations, relays and groups of consumers on a Kafka: their topics are no
+    targets. See `txbroker.door.owners`."""
 
     def __init__(self, client: Client, admin: Admin) -> None:
         self._client = client
         self._admin = admin
-        self._known: dict[str, tuple[float, bool]] = {}
+        self._known: dict[Owner, tuple[float, bool]] = {}
+
+    async def target(self, topic: str, prefix: str) -> int | Cause:
+        """Return a topic's number of partitions, see `ConsumingDoor.target`."""
+        cause = own_by_name(topic, prefix) or await self.refused(topic)
+        return cause or await self._admin.partition_count(topic) or unknown_target(topic)
 
     async def refused(self, topic: str) -> Cause | None:
-        """Return why a topic is no target; None if it belongs to no installation.
+        """Return why a topic is no target; None if it has no owner.
 
-        Kafka is asked only about names that an installation's topic could have. Unreadable topics
-        belong to none, because a name alone is no proof.
+        Unreadable topics have none, because a name alone is no proof.
+
+        Raises:
+            KafkaUnavailable
         """
-        prefix = installation_of(topic)
-        if not prefix:
-            return None
-        now = asyncio.get_running_loop().time()
-        until, exists = self._known.get(prefix, (0.0, False))
-        if now >= until:
-            exists = await self._exists(prefix)
-            if len(self._known) >= _KNOWN_MAX:
-                self._known = {p: known for p, known in self._known.items() if known[0] > now}
-            if len(self._known) < _KNOWN_MAX:
-                self._known[prefix] = (now + (_FOUND_S if exists else _NOT_FOUND_S), exists)
-        return belongs_to(topic, prefix) if exists else None
+        return await owner_of(topic, self._exists)
 
-    async def _exists(self, prefix: str) -> bool:
-        groups, checkpoint = f"{prefix}.groups", f"{prefix}.checkpoint"
-        names = [f"{prefix}.half", f"{prefix}.op", checkpoint, groups]
-        facts = await self._admin.topics(names)
-        count = half_partitions(
-            prefix,
-            {name: len(topic.partitions) for name, topic in facts.items() if not topic.error},
-        )
-        if not count:
-            return False
-        configs = await self._admin.configs([checkpoint, groups])
-        if any("compact" not in c.get("cleanup.policy", "") for c in configs.values()):
-            return False
+    async def _exists(self, owner: Owner) -> bool:
+        now = asyncio.get_running_loop().time()
+        until, exists = self._known.get(owner, (0.0, False))
+        if now < until:
+            return exists
         try:
             async with asyncio.timeout(_READ_S):
-                # The first proxy to start writes the layout before any group.
-                test = partial(is_layout, partitions=count)
-                return await self._holds(groups, 1, test) or await self._holds(
-                    checkpoint, count, is_owners, newest=_NEWEST
-                )
+                exists = await owner.exists(self)
         except TimeoutError:
             raise KafkaUnavailable(
-                f"could not check within {_READ_S:g} s whether topics {prefix}.* belong to an "
-                "installation of txbroker: retry"
+                f"could not check within {_READ_S:g} s whether topics {owner.prefix}.* belong "
+                f"{owner}: retry"
             ) from None
+        if len(self._known) >= _KNOWN_MAX:
+            self._known = {one: known for one, known in self._known.items() if known[0] > now}
+        if len(self._known) < _KNOWN_MAX:
+            self._known[owner] = (now + (_FOUND_S if exists else _NOT_FOUND_S), exists)
+        return exists
 
-    async def _holds(
+    async def partitions(self, names: Collection[str]) -> dict[str, int]:
+        """See `Evidence.partitions`."""
+        facts = await self._admin.topics(list(names))
+        return {name: len(topic.partitions) for name, topic in facts.items() if not topic.error}
+
+    async def compacted(self, names: Sequence[str]) -> bool:
+        """See `Evidence.compacted`."""
+        configs = await self._admin.configs(list(names))
+        return all("compact" in config.get("cleanup.policy", "") for config in configs.values())
+
+    async def holds(
         self, topic: str, partitions: int, test: Callable[[Record], bool], newest: int = 0
     ) -> bool:
-        """Return whether the first records of a topic's partitions, or those at their `newest`
-        offsets, include one that passes `test`."""
+        """See `Evidence.holds`."""
         left = _READ_BYTES_MAX
         for number in range(partitions):
-            reader = Reader(self._client, topic, number, _CHANNEL, append_time=False)
+            reader = Reader(
+                self._client, topic, number, _CHANNEL, append_time=False, producers=True
+            )
             try:
                 position, end = await reader.start(), await reader.stable_end()
                 if newest:

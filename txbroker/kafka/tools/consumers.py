@@ -19,6 +19,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.admin import DeleteTopicsRequest
 
+from txbroker.config.addresses import parse_servers
 from txbroker.config.settings import Settings
 from txbroker.core.records import Record
 from txbroker.door.consuming import TopicSpec
@@ -170,7 +171,7 @@ async def reading(
     """
     partitions = [TopicPartition(topic, number) for number in await _partitions(settings, topic)]
     consumer = _consumer(
-        bootstrap_servers=[part.strip() for part in settings.kafka.split(",")],
+        bootstrap_servers=[str(server) for server in parse_servers(settings.kafka)],
         max_partition_fetch_bytes=_FETCH_BYTES,
         **SettingsLogin(settings).arguments(),
     )

@@ -17,7 +17,14 @@ from txbroker.door.consuming import TopicSpec
 from txbroker.door.own_topics import Layout, find_layout
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
-from txbroker.kafka.client.client import GROUP, TRANSACTION, ClientOwner, KafkaRefused, is_retriable
+from txbroker.kafka.client.client import (
+    GROUP,
+    TRANSACTION,
+    ClientOwner,
+    KafkaRefused,
+    address_text,
+    is_retriable,
+)
 from txbroker.kafka.client.reader import READ_COMMITTED, READ_UNCOMMITTED, Reader, end_offsets
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door import topics as own
@@ -147,7 +154,7 @@ class KafkaExamination(ClientOwner):
         return Cluster(
             answer.cluster_id or "",
             answer.controller_id,
-            {node: f"{host}:{port}" for node, host, port, _rack in answer.brokers},
+            {node: address_text(host, port) for node, host, port, _rack in answer.brokers},
             {
                 name: _topic_seen(error, partitions, bits)
                 for error, name, _id, _internal, partitions, bits in answer.topics

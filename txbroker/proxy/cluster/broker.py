@@ -128,7 +128,7 @@ class Broker:
         self.history = status.past.history
         self._clock = LogTime(round(time.time() * 1000))
         self._targets = PermittedTargets(
-            door.targets, settings.own_topics, settings.reserved_topics
+            door.targets, settings.topic_prefix, settings.reserved_topics
         )
         self.partitions = PartitionManager(
             door, self._targets, settings, runner, events, principals=principals

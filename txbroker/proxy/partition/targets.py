@@ -1,6 +1,6 @@
 """Target topics: whether they accept a message, and which partition a message goes to."""
 
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from msgspec import structs
@@ -11,16 +11,13 @@ from txbroker.core.encoding import BATCH_OVERHEAD_BYTES, bytes_in_batch
 from txbroker.core.records import Cause, Message, Place, Record
 from txbroker.core.routing import murmur2
 from txbroker.core.transaction import places_of
+from txbroker.door.owners import own_by_name
 from txbroker.door.protocols import TargetFacts, Targets
 from txbroker.errors import BadRequest, BadTarget, RequestError, TooLarge, UnknownTopic
 from txbroker.tracing import carried_over
 
 TIMESTAMP_AHEAD_MAX_MS = 3_600_000
 """Brokers reject records that are further ahead of their clock than this, by default."""
-KAFKA_TOPICS = frozenset(
-    {"__consumer_offsets", "__transaction_state", "__share_group_state", "__cluster_metadata"}
-)
-"""Kafka's internal topics."""
 _TOPICS_MAX = 10_000
 """Topics for which the sticky partition of messages without a key is remembered."""
 
@@ -30,13 +27,13 @@ class PermittedTargets(Targets):
 
     Args:
         inner: asked about all other topics.
-        own: names of txbroker's own topics, where a message would be taken for our record.
+        prefix: of txbroker's own topics, where a message would be taken for our record.
         reserved: names and patterns that the operator reserved.
     """
 
-    def __init__(self, inner: Targets, own: Collection[str], reserved: Sequence[str]) -> None:
+    def __init__(self, inner: Targets, prefix: str, reserved: Sequence[str]) -> None:
         self._inner = inner
-        self._own = own
+        self._prefix = prefix
         self._reserved = reserved
 
     def known(self, topic: str) -> TargetFacts | Cause | None:
@@ -55,15 +52,11 @@ class PermittedTargets(Targets):
         return self._inner.records(topic, partition, start=start, since_ms=since_ms)
 
     def _refused(self, topic: str) -> Cause | None:
-        if topic in KAFKA_TOPICS:
-            why = "is Kafka's own"
-        elif topic in self._own:
-            why = "is txbroker's own"
-        elif any(fnmatchcase(topic, pattern) for pattern in self._reserved):
-            why = "is reserved (reserved_topics)"
-        else:
-            return None
-        return Cause("reserved", f"topic {topic} {why}: it is no target", topic, -1)
+        cause = own_by_name(topic, self._prefix)
+        if cause is None and any(fnmatchcase(topic, pattern) for pattern in self._reserved):
+            why = f"topic {topic} is reserved (reserved_topics): it is no target"
+            return Cause("reserved", why, topic, -1)
+        return cause
 
 
 def takes(topic: str, partition: int | None, size: int, facts: TargetFacts | Cause) -> Cause | None:

@@ -43,7 +43,7 @@ def refused_change(refusal: Refusal, transaction: re.Pattern[str]) -> DeliveryRe
     Args:
         transaction: matches the id of a transaction at the beginning of a record's.
     """
-    message, cause = refusal
+    message, cause = refusal.message, refusal.cause
     record_id = (dict(message.headers).get(ID_HEADER) or b"").decode()
     found = re.match(rf"{transaction.pattern}/\d+", record_id)
     change_id = found[0] if found else record_id

@@ -20,6 +20,7 @@ from msgspec import Struct
 from txbroker.contract.json import MessageError, decode_messages
 from txbroker.core.encoding import DEFAULT_PREFIX, ID_HEADER, INSTALLATION_HEADER
 from txbroker.core.records import Message
+from txbroker.door.owners import own_by_name
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.changes import (
     CapturedTable,
@@ -246,15 +247,17 @@ def _faults(file: _File, database: str, writers: Sequence[TableWriter]) -> list[
         if (each.schema, each.table) in seen:
             faults.append(f"{place}it is mapped twice: one entry is enough")
         seen.add((each.schema, each.table))
-        faults += (f"{place}{fault}" for fault in _table_faults(each, given))
+        faults += (f"{place}{fault}" for fault in _table_faults(each, given, file.topic_prefix))
     return faults
 
 
-def _table_faults(writer: TableWriter, given: TableMapping) -> Iterable[str]:
+def _table_faults(writer: TableWriter, given: TableMapping, prefix: str) -> Iterable[str]:
     if not writer.table or not writer.schema:
         yield "name it as 'schema.table'"
     if not _TOPIC.fullmatch(given.topic):
         yield f"topic {given.topic!r}: use 1 to 249 letters, digits, dots, dashes and underscores"
+    if cause := own_by_name(given.topic, prefix):
+        yield cause.message
     if given.key is not None and not (given.key and all(writer.key)):
         yield "key names no column: name some, or leave it out to use the primary key"
     if len(set(writer.key)) != len(writer.key):

@@ -10,6 +10,8 @@ from typing import Any
 
 import structlog
 
+from txbroker.core.records import Cause
+from txbroker.door.consuming import ConsumingDoor
 from txbroker.door.delivering import WriterFenced
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, TxbrokerError
@@ -51,7 +53,7 @@ class RunningCapture:
     Args:
         kafka: bootstrap servers.
         topic_prefix: of the topic of positions, `PREFIX.relay`.
-        security: settings of the connection to Kafka, see `RelayOptions`.
+        security, take_position: see `RelayOptions`.
         of_source: options of `Capture.source`.
     """
 
@@ -62,12 +64,15 @@ class RunningCapture:
         *,
         topic_prefix: str,
         security: Mapping[str, Any] | None = None,
+        take_position: bool = False,
         **of_source: Any,
     ) -> None:
         self._capture = capture
         self._kafka = kafka
+        self._prefix = topic_prefix
         self._positions = f"{topic_prefix}.relay"
         self._security = security
+        self._take_position = take_position
         self._of_source = of_source
         self._figures = _CaptureFigures()
         self._stack: contextlib.AsyncExitStack
@@ -86,9 +91,12 @@ class RunningCapture:
             stack.push_async_callback(source.close)
             door = await open_door(self._kafka, self._security, self._positions)
             stack.push_async_callback(door.close)
+            await self._check_targets(door)
             key = f"{name}/capture"
-            writer = door.delivery_writer(f"{self._positions}.{name}.capture", self._positions, key)
-            sink = RelaySink(door, writer, self._positions)
+            writer = door.delivery_writer(
+                f"{self._positions}.{name}.capture", self._positions, key, take=self._take_position
+            )
+            sink = RelaySink(door, writer, self._prefix)
             pump = Pump(key, source, sink, self._figures)
             moved = self._figures.moved
             self._task = asyncio.create_task(pump.run(), name=f"txbroker {key}")
@@ -97,6 +105,13 @@ class RunningCapture:
             lag = asyncio.create_task(self._watch_lag(source))
             stack.callback(lag.cancel)
             self._stack = stack.pop_all()
+
+    async def _check_targets(self, door: ConsumingDoor) -> None:
+        """Refuse own topics in the mapping; each delivery refuses those that become one later."""
+        for topic in sorted({each.topic for each in self._capture.mapping.writers.values()}):
+            cause = await door.target(topic, self._prefix)
+            if isinstance(cause, Cause) and cause.code == "reserved":
+                raise ConfigurationError(f"capture {self._capture.mapping.name}: {cause.message}")
 
     async def _stop(self, pump: Pump) -> None:
         """End after the delivery in flight."""
