@@ -174,14 +174,10 @@ def run_command(
 
 async def _start_outbox(capture: Capture, settings: Settings, *, take_position: bool) -> Running:
     """Start the relay of the outbox to which triggers write."""
-    from txbroker.relay import Outbox, Relay
+    from txbroker.relay.capture.running import TriggerRelay
 
-    missing = (StepState.TO_DO, StepState.REFUSED)
-    to_do = [each.text for each in await capture.plan() if each.state in missing]
-    if to_do:
-        raise CommandFailed(f"{'; '.join(to_do)}: run `txbroker capture apply FILE` first")
-    relay = Relay(
-        Outbox(capture.database),
+    relay = TriggerRelay(
+        capture,
         settings.kafka,
         topic_prefix=settings.topic_prefix,
         security=security_of(settings),

@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeVar
 import click
 
 from txbroker.cli.options import with_options
+from txbroker.cli.proxy.serving import until_signal
 from txbroker.cli.run import CommandFailed, run_async
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options
-from txbroker.cli.signals import until_signal
 from txbroker.config.access import KafkaAccess
 from txbroker.config.addresses import parse_address
 from txbroker.config.settings import Settings

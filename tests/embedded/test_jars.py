@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -203,12 +203,9 @@ def test_unusable_cache_folder_is_named(repository: Repository, tmp_path: Path) 
         jars.ensure_jars("x")
 
 
-@pytest.mark.parametrize("change", [lambda body: b"half", lambda body: b"!" + body[1:]])
-def test_broken_cached_jar_is_replaced(
-    repository: Repository, change: Callable[[bytes], bytes]
-) -> None:
+def test_broken_cached_jar_is_replaced(repository: Repository) -> None:
     paths = jars.ensure_jars("x")
-    paths[0].write_bytes(change(paths[0].read_bytes()))
+    paths[0].write_bytes(b"half")
     assert_whole(jars.ensure_jars("x"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +29,12 @@ def from_sqlalchemy(engine: Engine | AsyncEngine, *, create_tables: bool = False
             and MariaDB.
     """
     from sqlalchemy.engine import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
+    if isinstance(engine, AsyncEngine):
+        return AsyncEngineDatabase(engine, create_tables)
     if isinstance(engine, Engine):
         return EngineDatabase(engine, create_tables)
-    # Only an asynchronous engine imports it: it needs greenlet, which SQLAlchemy does not bring.
-    asynchronous = sys.modules.get("sqlalchemy.ext.asyncio")
-    if asynchronous is not None and isinstance(engine, asynchronous.AsyncEngine):
-        return AsyncEngineDatabase(engine, create_tables)
     raise ConfigurationError(
         f"from_sqlalchemy takes an Engine or AsyncEngine, not {type(engine).__name__}: pass what "
         "create_engine or create_async_engine returns"

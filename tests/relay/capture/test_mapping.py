@@ -113,6 +113,17 @@ def test_changed_key_is_a_delete_and_an_insert(tmp_path: Path, old: dict[str, An
     ]
 
 
+def test_a_new_key_without_large_columns_is_refused_unless_accepted(tmp_path: Path) -> None:
+    """On a compacted topic no record of the new key would have them."""
+    lacking = change("update", key={"id": 6}, after={"id": 7}, unchanged=("photo", "text"))
+    with pytest.raises(ConfigurationError, match=r"large columns photo, text.*IDENTITY FULL"):
+        mapped(tmp_path).messages(INFO, 3, lacking)
+    accepting = mapped(tmp_path, 'accept = ["unchanged"]')
+    assert len(accepting.messages(INFO, 3, lacking)) == 2
+    kept = change("update", key={"id": 7}, after={"id": 7}, unchanged=("photo",))
+    assert len(mapped(tmp_path).messages(INFO, 3, kept)) == 1
+
+
 def test_headers_are_texts_and_columns(tmp_path: Path) -> None:
     mapping = mapped(
         tmp_path, 'headers = { kind = "é" }\nheader_columns = { item = "item", n = "id" }'

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from typing import Any
@@ -14,13 +16,14 @@ from psycopg.rows import dict_row
 
 from tests.kit.database_servers import PostgresServer
 from tests.kit.until import until
-from tests.relay.capture.deliveries import read
+from tests.relay.capture.deliveries import read, read_until
 from tests.relay.capture.pg_world import PgWorld, Recorder, changes, take
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.postgres import Postgres
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture import postgres
 from txbroker.relay.capture.changes import Change, Emitted, TransactionInfo
+from txbroker.relay.capture.pg.pgoutput import lsn_text, parse_lsn
 from txbroker.relay.capture.pg.stream import PgStream
 from txbroker.relay.capture.postgres import PostgresSource
 
@@ -252,6 +255,54 @@ async def test_a_change_that_does_not_fit_stops_it_until_it_is_left_out(
     await source.close()
     skipping = await pg.source(position, skip=[change_id])
     assert changes(await take(skipping)) == [("insert", 2, "b")]
+
+
+@pytest.mark.parametrize("changed", [{"xid": 1}, {"time_ms": 1}, {"end": "0/1"}])
+async def test_the_last_transaction_proves_the_history(pg: PgWorld, changed: Any) -> None:
+    """Where the slot is before Kafka's position, as after a crash of the server."""
+    source = await pg.started()
+    pg.execute("INSERT INTO orders VALUES (1, 'a')")
+    position = msgspec.json.decode((await read(source, deliver=False)).position)
+    await source.close()
+    if "end" in changed:  # no commit ends there
+        changed = {"end": lsn_text(parse_lsn(position["last"]["end"]) - 1)}
+    position["last"] |= changed
+    other = msgspec.json.encode(position)
+    pg.execute("INSERT INTO orders VALUES (2, 'b')")
+    again = await pg.source(other)
+    with pytest.raises(ConfigurationError, match=r"history does not contain.*--on-gap skip"):
+        await read(again)
+    await again.close()
+    skipping = await pg.source(other, on_gap="skip")
+    with pytest.raises(DatabaseUnavailable, match=r"history does not contain.*begins again"):
+        await read(skipping)
+    await skipping.resume(other)
+    assert changes((await read_until(skipping, 2)).values) == [
+        ("insert", 1, "a"),
+        ("insert", 2, "b"),
+    ]
+
+
+async def test_a_data_folder_that_was_put_back(pg: PgWorld) -> None:
+    """Its WAL has grown beyond Kafka's position, on the same timeline."""
+    source = await pg.started()
+    data, kept = pg.server.folder / "data", pg.server.folder / "kept"
+    await asyncio.to_thread(pg.server.stop)
+    subprocess.run(["cp", "-a", str(data), str(kept)], check=True)
+    await asyncio.to_thread(pg.server.start)
+    await source.resume(None)
+    pg.execute("INSERT INTO orders VALUES (1, 'lost with the disk')")
+    position = (await read(source)).position
+    await source.close()
+    await asyncio.to_thread(pg.server.stop)
+    shutil.rmtree(data)
+    kept.rename(data)
+    await asyncio.to_thread(pg.server.start)
+    pg.execute("INSERT INTO orders SELECT n, 'new' FROM generate_series(1, 3000) n")
+    assert parse_lsn(end_of_wal(pg)) > parse_lsn(msgspec.json.decode(position)["lsn"])
+    await source.resume(position)
+    with pytest.raises(ConfigurationError, match=r"history does not contain.*restored"):
+        await read(source)
 
 
 @pytest.fixture

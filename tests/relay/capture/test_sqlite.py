@@ -13,6 +13,7 @@ import pytest
 
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.plan import open_capture
+from txbroker.relay.capture.running import TriggerRelay
 from txbroker.relay.capture.setup import Step, StepState
 
 
@@ -30,7 +31,7 @@ class Captured(NamedTuple):
     def rows(self) -> list[tuple[Any, ...]]:
         """Return topic, key, value, headers of the outbox rows, decoded from JSON."""
         found = self.service.execute(
-            "SELECT topic, message_key, message_value, headers FROM txbroker_outbox "
+            "SELECT topic, CAST(message_key AS BLOB), message_value, headers FROM txbroker_outbox "
             "ORDER BY position"
         )
         return [
@@ -103,7 +104,9 @@ async def test_changes_become_outbox_rows_of_the_same_transaction(
     with service:
         service.execute("INSERT INTO orders VALUES (1, 'shoe')")
         service.execute("UPDATE orders SET item = 'boot'")
-    found = service.execute("SELECT message_key, message_value, headers FROM txbroker_outbox")
+    found = service.execute(
+        "SELECT CAST(message_key AS BLOB), message_value, headers FROM txbroker_outbox"
+    )
     rows = [(each, value, msgspec.json.decode(headers)) for each, value, headers in found]
     assert {each for each, _, _ in rows} == {key}
     assert all(headers == [["kind", "it's"], ["n", "1"]] for _, _, headers in rows)
@@ -139,12 +142,13 @@ async def test_delete_and_changed_key(captured: Captured, entry: str, value: Any
 
 def _raw(captured: Captured) -> list[tuple[Any, ...]]:
     return captured.service.execute(
-        "SELECT topic, message_key, message_value FROM txbroker_outbox ORDER BY position"
+        "SELECT topic, CAST(message_key AS BLOB), message_value FROM txbroker_outbox "
+        "ORDER BY position"
     ).fetchall()
 
 
 async def test_no_value_fails_the_statement_of_the_service(captured: Captured) -> None:
-    await open_capture(captured.map('key = "item"')).apply()
+    await open_capture(captured.map('key = "item"\naccept = ["replaced"]')).apply()
     given = ['it\'s "é"\n\0x', b"\x00\xff", 1.5, float("inf"), -float("inf"), 2**63 - 1, None]
     with captured.service as service:
         service.executemany("INSERT INTO orders (item) VALUES (?)", [(each,) for each in given])
@@ -233,6 +237,59 @@ async def test_mapping_that_does_not_fit_changes_nothing(
         found = str(error)
     assert sentence in found
     assert captured.triggers() == set()
+
+
+async def test_replaced_rows_need_consent(captured: Captured) -> None:
+    captured.service.execute("CREATE UNIQUE INDEX by_item ON orders (item)")
+    for entry, state in (
+        ("", StepState.REFUSED),
+        ('accept = ["replaced"]', StepState.ACCEPTED),
+        ('key = ["item"]', StepState.REFUSED),
+    ):
+        assert "REPLACE removes" in texts(await open_capture(captured.map(entry)).plan(), state)
+    inserts = open_capture(captured.map('operations = ["insert"]'))
+    assert "REPLACE" not in texts(await inserts.plan(), StepState.REFUSED)
+
+
+async def test_triggers_fire_for_cascades_and_attached_files(captured: Captured) -> None:
+    service = captured.service
+    service.execute("PRAGMA foreign_keys = ON")
+    service.execute("CREATE TABLE customers (id INTEGER PRIMARY KEY)")
+    service.execute("ALTER TABLE orders ADD customer REFERENCES customers ON DELETE CASCADE")
+    await open_capture(captured.map()).apply()
+    file = service.execute("PRAGMA database_list").fetchone()[2]
+    with closing(sqlite3.connect(":memory:")) as other:
+        other.execute("ATTACH ? AS shop", (file,))
+        with other:
+            other.execute("INSERT INTO shop.customers VALUES (7)")
+            other.execute("INSERT INTO shop.orders VALUES (1, 'shoe', 7)")
+    with service:
+        service.execute("DELETE FROM customers")
+    assert [value["operation"] for _, _, value, _ in captured.rows()] == ["insert", "delete"]
+
+
+async def test_text_that_is_not_utf8_is_no_message(captured: Captured) -> None:
+    """It is text in the outbox, which the relay sets aside, never bytes that are no JSON."""
+    await open_capture(captured.map()).apply()
+    with captured.service as service:
+        service.execute("INSERT INTO orders VALUES (1, CAST(X'C3' AS TEXT))")
+    ((kind,),) = service.execute("SELECT typeof(message_value) FROM txbroker_outbox").fetchall()
+    assert kind == "text"
+    with pytest.raises(sqlite3.OperationalError, match="UTF-8"):
+        captured.rows()
+
+
+async def test_a_table_that_is_built_again_ends_the_relay(captured: Captured) -> None:
+    capture = open_capture(captured.map())
+    await capture.apply()
+    relay = TriggerRelay(capture, "127.0.0.1:1", check_s=0.01)
+    await relay.check()
+    captured.service.executescript(
+        "CREATE TABLE new (id INTEGER PRIMARY KEY, item); INSERT INTO new SELECT * FROM orders; "
+        "DROP TABLE orders; ALTER TABLE new RENAME TO orders"
+    )
+    with pytest.raises(ConfigurationError, match=r"create trigger .*capture apply"):
+        await relay._checks()
 
 
 async def test_outbox_tables_of_another_version_are_refused(captured: Captured) -> None:

@@ -25,7 +25,16 @@ from msgspec import Struct
 from txbroker.core.records import Message
 
 Operation: TypeAlias = Literal["insert", "update", "delete", "truncate"]
-Unshown: TypeAlias = Literal["cascades", "partitions", "statements", "versions"]
+Unshown: TypeAlias = Literal[
+    "cascades",
+    "partitions",
+    "replaced",
+    "rewrites",
+    "statements",
+    "tables",
+    "unchanged",
+    "versions",
+]
 """Kinds of changes that the log of a database does not show as rows; see `setup.Gap`."""
 Row: TypeAlias = Mapping[str, Any]
 """Values by the name of their column."""

@@ -97,6 +97,7 @@ class TableWriter(CapturedTable, frozen=True, kw_only=True):
         if old_key is not None and operation == "update":
             old = self._key(old_key)
             if old != key:
+                self._expect_whole(change)
                 return (
                     self._message(transaction, number, "old", "delete", old, old_key, change),
                     self._message(transaction, number, "", "insert", key, after, change),
@@ -156,6 +157,16 @@ class TableWriter(CapturedTable, frozen=True, kw_only=True):
         if change.unchanged and operation != "delete":
             content["unchanged"] = change.unchanged
         return _encode(content)
+
+    def _expect_whole(self, change: Change) -> None:
+        """Refuse a new key whose record would lack columns: no record of that key has them."""
+        if change.unchanged and "unchanged" not in self.accept:
+            raise ConfigurationError(
+                f"the key changes, and PostgreSQL does not send the large columns "
+                f"{', '.join(change.unchanged)}, which stay as they are: ALTER TABLE "
+                f'"{self.schema}"."{self.table}" REPLICA IDENTITY FULL; if records may lack them, '
+                'add accept = ["unchanged"] to the table in the mapping'
+            )
 
     # --- columns -----------------------------------------------------------------------------
 

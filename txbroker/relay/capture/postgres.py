@@ -18,28 +18,30 @@ from typing import Literal
 
 import msgspec
 import structlog
-from msgspec import Struct
 
 from txbroker.core.records import Message
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.postgres import Postgres
 from txbroker.databases.steps import Query, one
 from txbroker.door.placing import Refusal
-from txbroker.errors import ConfigurationError
+from txbroker.errors import ConfigurationError, TxbrokerError
 from txbroker.relay.capture.changes import CaptureMapping, Change, Emitted, TransactionInfo
 from txbroker.relay.capture.conversion import Conversion
 from txbroker.relay.capture.envelope import refused_change
 from txbroker.relay.capture.pg import facts as pgfacts
+from txbroker.relay.capture.pg import position as pgposition
 from txbroker.relay.capture.pg.pgoutput import (
     Begin,
     Commit,
     Decoder,
+    Described,
     Event,
     LogicalMessage,
     lsn_text,
     parse_lsn,
 )
-from txbroker.relay.capture.pg.stream import DATA_AT, PgStream, System
+from txbroker.relay.capture.pg.position import Catalog, LastTransaction, Position
+from txbroker.relay.capture.pg.stream import DATA_AT, PgStream, System, Untranslatable
 from txbroker.relay.source import Delivery
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
@@ -52,12 +54,13 @@ _PIECE_BYTES = 1 << 20
 _JOINED_S = 0.02
 _RECORD_BYTES = 100
 _BUSY_FRAMES = 500  # then other tasks run
-_STRUCTURE = b"CR"
-"""Messages that count in a transaction that is passed over: a table is described only once."""
+_STRUCTURE = b"BCR"
+"""Messages that count in transactions that are passed over: a table is described only once."""
 _LSN = re.compile("[0-9A-F]+/[0-9A-F]+")
 _UNREAD_S = 60.0
 _BEATS_OF_CHECK = 6
 """A check reads the catalogs of all tables: 70 ms of the server for 1,000."""
+_BETWEEN_CHECKS_S = 0.2
 _RELEASED_S = 2.0
 _POLL_S = 0.05
 _HELD = """
@@ -65,27 +68,11 @@ SELECT pg_wal_lsn_diff(CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn
   ELSE pg_current_wal_flush_lsn() END, restart_lsn)::bigint
 FROM pg_replication_slots WHERE slot_name = ?
 """
-_FILL_IN = "start with --on-gap skip, which continues at the slot, and fill in what changed before"
-
-
-class Position(Struct, frozen=True):
-    """Where a capture goes on.
-
-    Attributes:
-        slot: its name.
-        publication: its oid: changes that were made without it are missing in the stream.
-        system, timeline: of the server, see `System`.
-        lsn: everything before it is in Kafka, such as `0/16B3748`.
-    """
-
-    slot: str
-    publication: int
-    system: str
-    timeline: int
-    lsn: str
-
-
-_encode, _decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(Position).decode
+_FILL_IN = "start with --on-gap skip, which goes on at the slot, and fill in the missing changes"
+_OTHER_HISTORY = (
+    "the server's history does not contain Kafka's position {}: it was restored from a backup or a "
+    "copy, or a standby took over that lacked the last changes"
+)
 
 
 class PostgresSource:
@@ -113,12 +100,13 @@ class PostgresSource:
         self._mapping = mapping
         self._database = database
         self._skips_gaps = on_gap == "skip"
-        self._conversion = Conversion(mapping, skip)
+        self.conversion = Conversion(mapping, skip)
         self._beat_s = beat_s
         self._held_max_s = held_max_s
         self._held_since_s = 0.0
         self._slot = pgfacts.name_of(mapping)
-        self._publication = 0
+        self._facts: pgfacts.Facts
+        self._catalog: Catalog | None = None
         self._system = System("", 0, 0)
         self._reader: _Reader | None = None
         self._beat: asyncio.Task[None] | None = None
@@ -126,6 +114,9 @@ class PostgresSource:
         self._delivered = 0
         self._delivered_s = 0.0
         self._unplaced = False
+        self._restored = False
+        self._alone = False
+        self._altered: asyncio.Future[None]
 
     # --- beginning ---------------------------------------------------------------------------
 
@@ -135,20 +126,23 @@ class PostgresSource:
         stream = PgStream(self._database, self._slot)
         try:
             self._system = await stream.open()
-            self._publication, slot = await self._free_slot()
-            begin = await self._begin(position, stream, slot)
-            await stream.start(begin, self._slot, messages=self._mapping.emitted)
+            slot = await self._free_slot()
+            begin, last = await self._begin(position, stream, slot)
+            await stream.start(slot.confirmed, self._slot, messages=self._mapping.emitted)
         except BaseException:
             await stream.close()
             raise
         self._failure = None
+        self._altered = asyncio.get_running_loop().create_future()
         self._delivered, self._delivered_s = begin, time.monotonic()
+        reader = _Reader(stream, self._mapping, self.conversion, self._facts, begin, last)
+        self._reader = reader
+        reader.expected = last is not None and parse_lsn(last.end) > slot.confirmed
         self._unplaced = self._place(begin) != position
-        self._reader = _Reader(stream, self._mapping, self._conversion, slot.database, begin)
         self._beat = asyncio.create_task(self._beats(stream), name=f"capture {self._mapping.name}")
 
-    async def _free_slot(self) -> tuple[int, pgfacts.Slot]:
-        """Return the oid of the publication, and the slot once no other process uses it.
+    async def _free_slot(self) -> pgfacts.Slot:
+        """Return the slot once no other process uses it.
 
         Raises:
             ConfigurationError: the capture cannot run.
@@ -156,14 +150,13 @@ class PostgresSource:
         """
         until_s = time.monotonic() + _RELEASED_S
         while True:
-            facts = await self._checked()
-            slot, publication = facts.slot, facts.publication
+            self._facts = await self._checked()
+            slot = self._facts.slot
             assert slot is not None
-            assert publication is not None
             now_s = time.monotonic()
             if not slot.active_pid:
                 self._held_since_s = 0.0
-                return publication.oid, slot
+                return slot
             self._held_since_s = self._held_since_s or now_s
             held = (
                 f"{self._database.name}: the server's process {slot.active_pid} uses {self._slot}"
@@ -190,17 +183,23 @@ class PostgresSource:
             raise ConfigurationError(f"{self._database.name}: {problem}")
         return facts
 
-    async def _begin(self, stored: bytes | None, stream: PgStream, slot: pgfacts.Slot) -> int:
-        """Return where to begin, an LSN.
+    async def _begin(
+        self, stored: bytes | None, stream: PgStream, slot: pgfacts.Slot
+    ) -> tuple[int, LastTransaction | None]:
+        """Return where Kafka's position is, an LSN, and the last transaction before it.
 
         Raises:
             ConfigurationError: changes after the stored position are lost.
         """
-        if stored is None:
-            return slot.confirmed
+        self._catalog = None
+        if stored is None or self._restored:
+            self._restored = False
+            self._compare(self._facts)
+            return slot.confirmed, None
         try:
-            position = _decode(stored)
+            position = pgposition.decode(stored)
             lsn = parse_lsn(position.lsn)
+            catalog = pgposition.decode_catalog(position.catalog)
         except (msgspec.MsgspecError, ValueError):
             raise ConfigurationError(
                 f"the position of {self._mapping.name} in Kafka is none of a PostgreSQL slot: "
@@ -211,24 +210,46 @@ class PostgresSource:
             gap = f"Kafka's position is of slot {position.slot}, not of {self._slot}"
         elif position.system != self._system.id:
             gap = "this is another server than the one that Kafka's position is of"
-        elif position.publication != self._publication:
-            gap = self._created_again()
         elif min(self._system.wal_end, await stream.left_at(position.timeline)) < lsn:
-            gap = (
-                f"the server's history does not contain Kafka's position {position.lsn}: it was "
-                "restored from a backup, or a standby took over that lacked the last changes"
-            )
+            gap = _OTHER_HISTORY.format(position.lsn)
         elif slot.confirmed > lsn:
             gap = (
                 f"slot {self._slot} begins at {lsn_text(slot.confirmed)}, after Kafka's position "
                 f"{position.lsn}: it was created again or advanced, and changes are lost"
             )
-        if not gap:
-            return lsn
+        if gap:
+            self._skip_or_stop(gap)
+            self._compare(self._facts)
+            return slot.confirmed, None
+        self._catalog = catalog
+        self._compare(self._facts)
+        return lsn, position.last
+
+    def _skip_or_stop(self, gap: str) -> None:
+        """Log a gap that is to be skipped.
+
+        Raises:
+            ConfigurationError: none is.
+        """
         if not self._skips_gaps:
             raise ConfigurationError(f"{self._database.name}: {gap}: {_FILL_IN}")
         log.warning("capture skips a gap", capture=self._mapping.name, gap=gap)
-        return slot.confirmed
+
+    def _compare(self, facts: pgfacts.Facts) -> None:
+        """Compare the catalogs with those of the last check.
+
+        Raises:
+            ConfigurationError: changes in between may be lost.
+        """
+        for each in pgposition.unseen(self._catalog, facts, self._mapping):
+            if isinstance(each, str):
+                self._skip_or_stop(each)
+            elif each.accepted or self._skips_gaps:
+                log.warning("capture skips a gap", capture=self._mapping.name, gap=each.step.text)
+            else:
+                raise ConfigurationError(f"{self._database.name}: {each.step.text}")
+        self._catalog = pgposition.catalog_of(facts, self._mapping)
+        self._encoded = msgspec.Raw(pgposition.encode(self._catalog))
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -238,11 +259,13 @@ class PostgresSource:
         while not reader.messages:
             if not reader.inside and self._position_is_due(reader):
                 return _Delivery(self._pieces, self._place(reader.end))
-            if not await reader.advance():
+            if not await self._advance(reader):
                 await self._wait(reader)
         return _Delivery(self._pieces)
 
     def _position_is_due(self, reader: _Reader) -> bool:
+        if reader.expected:
+            return False
         if self._unplaced:
             return True
         if reader.end <= self._delivered:
@@ -253,7 +276,7 @@ class PostgresSource:
         """Yield the messages that were read, with the rest of their transaction, joined with the
         transactions that have arrived by then."""
         reader = self._running()
-        until_s = time.monotonic() + _JOINED_S
+        until_s = time.monotonic() + (0 if self._alone else _JOINED_S)
         full = False
         while True:
             if reader.size >= _PIECE_BYTES:
@@ -261,7 +284,7 @@ class PostgresSource:
                 yield reader.taken()
             if not reader.inside and (full or time.monotonic() > until_s):
                 break
-            if not await reader.advance():
+            if not await self._advance(reader):
                 if not reader.inside:
                     break
                 await self._wait(reader)
@@ -269,12 +292,52 @@ class PostgresSource:
             yield reader.taken()
         delivery.position = self._place(reader.end)
 
-    def _place(self, lsn: int) -> bytes:
-        system, publication = self._system, self._publication
-        return _encode(Position(self._slot, publication, system.id, system.timeline, lsn_text(lsn)))
+    async def _advance(self, reader: _Reader) -> bool:
+        """Return whether something had arrived, see `_Reader.advance`.
 
-    def _created_again(self) -> str:
-        return f"publication {self._slot} was created again, and changes before that may be lost"
+        Raises:
+            ConfigurationError, DatabaseUnavailable, PgoutputError
+        """
+        try:
+            arrived = await reader.advance()
+        except Untranslatable as error:
+            raise self._untranslatable(reader, error) from error
+        if reader.elsewhere:
+            gap = _OTHER_HISTORY.format(lsn_text(self._delivered))
+            self._skip_or_stop(gap)
+            self._restored = True
+            raise DatabaseUnavailable(f"{self._database.name}: {gap}: the capture begins again")
+        if reader.problem:
+            self._skip_or_stop(reader.problem)
+            reader.problem = ""
+        if reader.altered and not self._altered.done():
+            reader.altered = False
+            self._altered.set_result(None)
+        return arrived
+
+    def _untranslatable(self, reader: _Reader, error: Untranslatable) -> TxbrokerError:
+        """Return the error for a transaction that the server cannot send. Those before it are
+        delivered first, each alone: it may be skipped only then."""
+        name, place = self._database.name, reader.place
+        if not self._alone:
+            self._alone = True
+            return DatabaseUnavailable(f"{name}: transaction {place}: {error}")
+        beyond = lsn_text(parse_lsn(place) + 1) if place else "LSN"
+        return ConfigurationError(
+            f"{name}: transaction {place} has a text that the server cannot send as UTF-8: "
+            f"{error}: to leave this transaction out, SELECT "
+            f"pg_replication_slot_advance('{self._slot}', '{beyond}'), then start with --on-gap "
+            "skip, and fill in what it changed"
+        )
+
+    def _place(self, lsn: int) -> bytes:
+        system, reader = self._system, self._reader
+        assert reader is not None
+        return pgposition.encode(
+            Position(
+                self._slot, system.id, system.timeline, lsn_text(lsn), reader.last, self._encoded
+            )
+        )
 
     def _running(self) -> _Reader:
         if self._failure is not None:
@@ -290,7 +353,7 @@ class PostgresSource:
 
     async def delivered(self, delivery: Delivery) -> None:
         """Let the server forget what Kafka has."""
-        self._delivered = parse_lsn(_decode(delivery.position).lsn)
+        self._delivered = parse_lsn(pgposition.decode(delivery.position).lsn)
         self._delivered_s = time.monotonic()
         self._unplaced = False
         stream = self._running().stream
@@ -321,21 +384,20 @@ class PostgresSource:
             await reader.stream.close()
 
     async def _beats(self, stream: PgStream) -> None:
-        """Ask the server for an answer, and check the set-up: a table that is removed from the
-        publication is not noticed otherwise. While Kafka does not answer the server is not asked,
-        and ends the connection, which would keep it from shutting down."""
+        """Ask the server for an answer, and check the set-up: the stream does not show what the
+        publication leaves out. While Kafka does not answer the server is not asked, and ends the
+        connection, which would keep it from shutting down."""
         for beat in count(1):
-            await asyncio.sleep(self._beat_s)
+            await asyncio.wait((self._altered,), timeout=self._beat_s)
+            if altered := self._altered.done():
+                self._altered = asyncio.get_running_loop().create_future()
             try:
                 if time.monotonic() - stream.read_s < _UNREAD_S:
                     stream.report(ask=True)
-                if beat % _BEATS_OF_CHECK:
+                if beat % _BEATS_OF_CHECK and not altered:
                     continue
-                facts = await self._checked()
-                if facts.publication and facts.publication.oid != self._publication:
-                    raise ConfigurationError(
-                        f"{self._database.name}: {self._created_again()}: {_FILL_IN}"
-                    )
+                self._compare(await self._checked())
+                await asyncio.sleep(_BETWEEN_CHECKS_S)
             except DatabaseUnavailable:
                 continue  # if it lasts, the reader notices it
             except Exception as error:
@@ -366,12 +428,18 @@ class _Reader:
     """Turns the changes of one stream into messages.
 
     Args:
-        database: its name.
-        begin: what committed before it is passed over, an LSN.
+        facts: of the start.
+        begin: where Kafka's position is, an LSN.
+        last: the last transaction before it.
 
     Attributes:
         messages, size: those that were read and not taken; bytes.
         inside: whether the end of a transaction is to come.
+        last: the last transaction that was read.
+        expected: whether it is still to be read again: the stream before it is passed over.
+        elsewhere: it is missing: this is another history.
+        problem: why changes cannot be shown as the mapping wants them; "" if they can.
+        altered: something about a table has changed.
     """
 
     def __init__(
@@ -379,21 +447,32 @@ class _Reader:
         stream: PgStream,
         mapping: CaptureMapping,
         conversion: Conversion,
-        database: str,
+        facts: pgfacts.Facts,
         begin: int,
+        last: LastTransaction | None,
     ) -> None:
         self.stream = stream
         self.messages: list[Message] = []
         self.size = 0
         self.inside = False
+        self.last = last
+        self.expected = self.elsewhere = False
+        self.problem = ""
+        self.altered = False
         self._conversion = conversion
-        self._facts = {"kind": "postgresql", "database": database}
+        self._source = {"kind": "postgresql", "database": facts.server.database}
         self._begin = begin
-        self._decode = Decoder({(each.schema, each.table) for each in mapping.tables}).decode
-        self._transaction = TransactionInfo("", 0, self._facts)
+        self._tables = {(each.schema, each.table): each for each in mapping.tables}
+        oids = {table.oid: place for place, table in facts.tables.items()}
+        self._decode = Decoder(self._tables, oids, facts.server.money_digits).decode
+        self._transaction = TransactionInfo("", 0, self._source)
+        self._xid = 0
         self._number = 0
-        self._passing = False
-        self._turns = 0
+
+    @property
+    def place(self) -> str:
+        """The id of the transaction that was read last."""
+        return self._transaction.id
 
     @property
     def end(self) -> int:
@@ -416,8 +495,9 @@ class _Reader:
         for turn in range(_BUSY_FRAMES):
             frame = take()
             if frame is None:
+                self.elsewhere = not self.inside and self._is_elsewhere(self.stream.wal_end)
                 return turn > 0
-            if self._passing and frame[DATA_AT] not in _STRUCTURE:
+            if self.expected and frame[DATA_AT] not in _STRUCTURE:
                 continue
             event = decode(frame, DATA_AT)
             if type(event) is Change:
@@ -433,21 +513,39 @@ class _Reader:
         """Return whether a transaction has ended."""
         if isinstance(event, Begin):
             self.inside = True
-            self._passing = event.lsn < self._begin
+            self._xid = event.xid
             self._transaction = TransactionInfo(
-                lsn_text(event.lsn), event.time_ms, {**self._facts, "xid": event.xid}
+                lsn_text(event.lsn), event.time_ms, {**self._source, "xid": event.xid}
             )
             self._number = 0
         elif isinstance(event, Commit):
-            self.inside = self._passing = False
-            self.stream.wal_end = max(self.stream.wal_end, event.end_lsn)
+            self._committed(event)
             return True
+        elif isinstance(event, Described):
+            table = self._tables[event.schema, event.table]
+            self.problem = self.problem or pgfacts.identity_problem(table, event.identity)
+            self.altered = self.altered or event.again
         elif isinstance(event, LogicalMessage):
             self._emitted(event)
         elif isinstance(event, tuple):
             for change in event:
                 self._add(change)
         return False
+
+    def _committed(self, commit: Commit) -> None:
+        self.inside = False
+        found = LastTransaction(lsn_text(commit.end_lsn), self._xid, self._transaction.time_ms)
+        if not self.expected:
+            self.last = found
+        elif found == self.last:
+            self.expected = False
+        else:
+            self.elsewhere = self._is_elsewhere(commit.end_lsn)
+        self.stream.wal_end = max(self.stream.wal_end, commit.end_lsn)
+
+    def _is_elsewhere(self, read: int) -> bool:
+        """Return whether the last transaction is missing in all that was read, up to an LSN."""
+        return self.expected and self.last is not None and parse_lsn(self.last.end) <= read
 
     def _add(self, change: Change | Emitted) -> None:
         number = self._number

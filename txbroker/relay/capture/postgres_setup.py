@@ -93,14 +93,22 @@ def _steps(mapping: CaptureMapping, facts: Facts) -> Iterator[Step]:
         yield Step(StepState.REFUSED, problem)
     if not problems:
         yield Step(StepState.DONE, f"wal_level is logical, and {server.user} may replicate")
-    operations = pgfacts.wanted_operations(mapping)
-    changed = bool(operations & {"update", "delete"})
     for each in mapping.tables:
-        problems = list(pgfacts.table_problems(each, facts, changed=changed))
+        problems = list(pgfacts.table_problems(each, facts, mapping))
         for problem in problems:
             yield Step(StepState.REFUSED, problem)
         if not problems:
             yield Step(StepState.DONE, f"table {each.schema}.{each.table} can be captured")
+        found = list(pgfacts.gaps(each, facts, mapping))
+        for gap in found:
+            yield gap.step
+        table = facts.tables.get((each.schema, each.table))
+        if table is not None and table.kind == "p" and not found:
+            yield Step(
+                StepState.ADVICE,
+                f"table {each.schema}.{each.table}: {pgfacts.UNSENT}: `run` stops after the first "
+                'three; with accept = ["partitions"] it goes on',
+            )
     yield _publication(mapping, facts)
     yield _slot(mapping, facts)
     if server.wal_keep == _UNLIMITED:
@@ -115,14 +123,15 @@ def _steps(mapping: CaptureMapping, facts: Facts) -> Iterator[Step]:
 def _publication(mapping: CaptureMapping, facts: Facts) -> Step:
     name, publication = pgfacts.name_of(mapping), facts.publication
     wanted = {(each.schema, each.table) for each in mapping.tables}
-    tables = ", ".join(_quoted(*place) for place in sorted(wanted))
+    tables = ", ".join(f"ONLY {_quoted(*place)}" for place in sorted(wanted))
     operations = [each for each in pgfacts.OPERATIONS if each in _sent(mapping)]
     generated = facts.server.version >= pgfacts.SENDS_GENERATED
     options = (
         f"(publish = '{', '.join(operations)}', publish_via_partition_root = true"
         f"{', publish_generated_columns = stored' if generated else ''})"
     )
-    has = publication.tables if publication is not None else frozenset()
+    published = publication.tables if publication is not None else {}
+    has = {place for place, each in published.items() if not each.partly}
     foreign = [
         f"{schema}.{table}"
         for schema, table in sorted(wanted - has)
@@ -134,14 +143,15 @@ def _publication(mapping: CaptureMapping, facts: Facts) -> Step:
         sql = f"CREATE PUBLICATION {name}{of_tables} WITH {options}"
         allowed = facts.server.may_create
     else:
-        complete = publication.all_tables or has == wanted
+        parts = []
+        if not publication.all_tables and (has != wanted or has != set(published)):
+            parts.append(f"SET TABLE {tables}" if tables else _drop(published))
         whole = publication.via_root and publication.generated
-        if complete and whole and publication.operations == set(operations):
+        if not whole or publication.operations != set(operations):
+            parts.append(f"SET {options}")
+        if not parts:
             return Step(StepState.DONE, text)
-        sql = f"ALTER PUBLICATION {name} SET {options}"
-        if not complete:
-            first = f"SET TABLE {tables}" if tables else _drop(has)
-            sql = f"ALTER PUBLICATION {name} {first}; {sql}"
+        sql = "; ".join(f"ALTER PUBLICATION {name} {part}" for part in parts)
         allowed = publication.owned
     if foreign or not allowed:
         lacks = f"does not own {', '.join(foreign)}" if foreign else "may not create or alter it"
@@ -154,7 +164,7 @@ def _publication(mapping: CaptureMapping, facts: Facts) -> Step:
 
 
 def _drop(tables: Iterable[tuple[str, str]]) -> str:
-    return f"DROP TABLE {', '.join(_quoted(*place) for place in sorted(tables))}"
+    return f"DROP TABLE {', '.join(f'ONLY {_quoted(*place)}' for place in sorted(tables))}"
 
 
 def _sent(mapping: CaptureMapping) -> frozenset[str]:

@@ -21,7 +21,7 @@ from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.changes import Operation
 from txbroker.relay.capture.envelope import TableWriter
 from txbroker.relay.capture.mapping import TableMappings
-from txbroker.relay.capture.setup import NO_EMITTED, Step, StepState, refusals
+from txbroker.relay.capture.setup import NO_EMITTED, Gap, Step, StepState, refusals
 
 _FLOAT_MAX = "1.7976931348623157e308"
 _PREFIX = "txbroker_capture_"
@@ -40,12 +40,14 @@ class Found(Struct, frozen=True):
 
     Attributes:
         columns: of each table that exists, with their place in the primary key, 0 if none.
+        unique: the columns of its unique indexes, None for an expression.
         triggers: SQL of the capture's triggers by name.
         outbox: why the outbox tables cannot be used; "" if they can.
         missing: whether they are missing.
     """
 
     columns: Mapping[tuple[str, str], Sequence[tuple[str, int]]]
+    unique: Mapping[tuple[str, str], Mapping[str, set[str | None]]]
     triggers: Mapping[str, str]
     outbox: str
     missing: bool
@@ -104,7 +106,7 @@ def _execute(statements: Sequence[str]) -> Steps[None]:
 
 
 def _look(mapping: TableMappings, name: str) -> Steps[Found]:
-    columns = {}
+    columns, unique = {}, {}
     for schema, table in mapping.writers:
         if schema != "main":
             continue
@@ -115,6 +117,15 @@ def _look(mapping: TableMappings, name: str) -> Steps[Found]:
         )
         if found.rows:
             columns[schema, table] = [(str(row[0]), int(row[1])) for row in found.rows]
+            found = yield Query(
+                "SELECT l.name, i.name FROM pragma_index_list(?) AS l "
+                'JOIN pragma_index_info(l.name) AS i WHERE l."unique"',
+                (table,),
+            )
+            indexes: dict[str, set[str | None]] = {}
+            for index, column in found.rows:
+                indexes.setdefault(index, set()).add(column)
+            unique[schema, table] = indexes
     begin = f"{_PREFIX}{mapping.name}:"
     triggers = yield Query(
         "SELECT name, sql FROM sqlite_master WHERE type = 'trigger' AND substr(name, 1, ?) = ?",
@@ -127,7 +138,7 @@ def _look(mapping: TableMappings, name: str) -> Steps[Found]:
             yield from prepare(SQLITE, name, create_tables=False, tables=outbox_tables())
         except ConfigurationError as error:
             problem = str(error)
-    return Found(columns, {row[0]: row[1] for row in triggers.rows}, problem, missing)
+    return Found(columns, unique, {row[0]: row[1] for row in triggers.rows}, problem, missing)
 
 
 # --- steps -----------------------------------------------------------------------------------
@@ -152,6 +163,7 @@ def _steps(mapping: TableMappings, found: Found) -> list[Step]:
             steps.append(Step(StepState.REFUSED, text))
         else:
             wanted |= {each.name: each for each in _triggers(writer, columns)}
+            steps += [each.step for each in _gaps(writer, found, place)]
     for name, trigger in wanted.items():
         present = found.triggers.get(name)
         if present == trigger.sql:
@@ -182,6 +194,21 @@ def _faults(writer: TableWriter, columns: Sequence[str]) -> Iterator[str]:
             yield f"it has no column {', '.join(missing)}, which the mapping names"
     if "truncate" in writer.operations:
         yield "SQLite has no truncate: remove it from operations"
+
+
+def _gaps(writer: TableWriter, found: Found, place: tuple[str, str]) -> Iterator[Gap]:
+    """Yield changes for which SQLite fires no trigger."""
+    indexes = dict(found.unique[place])
+    indexes["primary key"] = {name for name, number in found.columns[place] if number}
+    others = [name for name, columns in indexes.items() if columns and not columns >= {*writer.key}]
+    if others and "delete" in writer.operations:
+        yield Gap(
+            writer,
+            "replaced",
+            f"a row that INSERT or UPDATE OR REPLACE removes, because of {', '.join(others)}, may "
+            "have another key, and SQLite fires no trigger for it",
+            f"make the key a part of {', '.join(others)}, or use ON CONFLICT DO UPDATE",
+        )
 
 
 def _drop(name: str) -> str:
@@ -231,7 +258,7 @@ def _insert(writer: TableWriter, operation: Operation, row: str, columns: Sequen
     return (
         f"INSERT INTO {OUTBOX} (unit, topic, message_key, message_value, headers) "
         f"SELECT 'capture-' || (SELECT MAX(lease_until) FROM {RELAY}), {_text(writer.topic)}, "
-        f"CAST({key} AS BLOB), {_value(writer, operation, row, columns)}, json_array({pairs})"
+        f"{key}, {_value(writer, operation, row, columns)}, json_array({pairs})"
     )
 
 
@@ -257,7 +284,7 @@ def _value(writer: TableWriter, operation: Operation, row: str, columns: Sequenc
         SQLITE.now_ms,
         _text(f',"source":{json.dumps(source, separators=(",", ":"))}}}'),
     )
-    return f"CAST({' || '.join(parts)} AS BLOB)"
+    return " || ".join(parts)
 
 
 def _object(row: str, columns: Sequence[str]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import Any
 
 from msgspec import Struct
@@ -11,7 +12,8 @@ from msgspec import Struct
 from txbroker.databases.steps import Query, Steps
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.changes import CapturedTable, CaptureMapping
-from txbroker.relay.capture.pg.pgoutput import parse_lsn
+from txbroker.relay.capture.pg.pgoutput import Identity, parse_lsn
+from txbroker.relay.capture.setup import Gap
 
 PLUGIN = "pgoutput"
 VERSION_MIN = 140_000
@@ -19,6 +21,7 @@ SENDS_GENERATED = 180_000
 """The version from which a publication may have stored generated columns, and must have those of a
 replica identity: otherwise updates fail."""
 _NAME = re.compile(r"[a-z0-9-]{1,50}")
+UNSENT = "PostgreSQL does not send DROP, DETACH, ATTACH and TRUNCATE of a single partition"
 OPERATIONS = ("insert", "update", "delete", "truncate")
 
 _SERVER = """
@@ -29,21 +32,38 @@ SELECT current_setting('server_version_num')::int, current_setting('wal_level'),
   (SELECT rolsuper OR rolreplication FROM pg_roles WHERE rolname = current_user)
     OR (to_regrole('rds_replication') IS NOT NULL
       AND pg_has_role(to_regrole('rds_replication'), 'MEMBER')),
-  has_database_privilege(current_database(), 'CREATE')
+  has_database_privilege(current_database(), 'CREATE'), scale(CAST(1::money AS numeric))
 """
 _SLOT = """
 SELECT plugin, database, temporary, active_pid, wal_status, confirmed_flush_lsn::text
 FROM pg_replication_slots WHERE slot_name = ?
 """
 _PUBLICATION = """
-SELECT pubinsert, pubupdate, pubdelete, pubtruncate, oid::bigint, pubviaroot,
+SELECT pubinsert, pubupdate, pubdelete, pubtruncate, oid::bigint, xmin::text::bigint, pubviaroot,
   coalesce(to_jsonb(p) ->> 'pubgencols', 's') = 's', puballtables, pg_has_role(pubowner, 'USAGE')
 FROM pg_publication AS p WHERE pubname = ?
 """
-_PUBLISHED = "SELECT schemaname, tablename FROM pg_publication_tables WHERE pubname = ?"
-# Of a partitioned table the identity of the partitions counts, where the rows are.
+# PostgreSQL 14 has neither row filters nor lists of columns.
+_PUBLISHED = """
+SELECT n.nspname, c.relname, r.oid::bigint,
+  coalesce(to_jsonb(r) ->> 'prqual', to_jsonb(r) ->> 'prattrs') IS NOT NULL
+FROM pg_publication p JOIN pg_publication_rel r ON r.prpubid = p.oid
+JOIN pg_class c ON c.oid = r.prrelid JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE p.pubname = ?
+"""
+# A row for each table and one for each of its partitions. A partition that was created as one has
+# attributes that are older than its place in the tree; ATTACH writes both in one command.
 _TABLES = """
-SELECT n.nspname, c.relname, c.relkind, c.relpersistence, pg_has_role(c.relowner, 'USAGE'),
+SELECT n.nspname, c.relname, c.relkind, c.relpersistence, c.oid::bigint,
+  pg_has_role(c.relowner, 'USAGE'),
+  (SELECT string_agg(attnum || ' ' || xmin::text, ',' ORDER BY attnum) FROM pg_attribute
+    WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped),
+  ARRAY(SELECT cn.nspname || '.' || cc.relname FROM pg_inherits i
+    JOIN pg_class cc ON cc.oid = i.inhrelid JOIN pg_namespace cn ON cn.oid = cc.relnamespace
+    WHERE i.inhparent = c.oid AND c.relkind = 'r'),
+  ARRAY(SELECT pn.nspname || '.' || pc.relname FROM pg_partition_ancestors(c.oid) AS a
+    JOIN pg_class pc ON pc.oid = a.relid JOIN pg_namespace pn ON pn.oid = pc.relnamespace
+    WHERE a.relid <> c.oid),
   ARRAY(SELECT attname::text FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0
     AND NOT attisdropped AND attgenerated = ''),
   ARRAY(SELECT attname::text FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0
@@ -54,20 +74,29 @@ SELECT n.nspname, c.relname, c.relkind, c.relpersistence, pg_has_role(c.relowner
     CROSS JOIN unnest(i.indkey) WITH ORDINALITY AS k (attnum, n)
     JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = k.attnum
     WHERE i.indrelid = c.oid AND i.indisprimary AND k.n <= i.indnkeyatts ORDER BY k.n),
-  leaf.relreplident,
+  m.oid::bigint, m.oid::regclass::text, m.relkind, m.relpersistence, m.relfilenode::bigint,
+  m.relreplident,
   ARRAY(SELECT a.attname::text FROM pg_index i
     CROSS JOIN unnest(i.indkey) WITH ORDINALITY AS k (attnum, n)
-    JOIN pg_attribute a ON a.attrelid = leaf.oid AND a.attnum = k.attnum
-    WHERE i.indrelid = leaf.oid AND k.n <= i.indnkeyatts
-      AND ((leaf.relreplident = 'd' AND i.indisprimary)
-        OR (leaf.relreplident = 'i' AND i.indisreplident)))
+    JOIN pg_attribute a ON a.attrelid = m.oid AND a.attnum = k.attnum
+    WHERE i.indrelid = m.oid AND k.n <= i.indnkeyatts
+      AND ((m.relreplident = 'd' AND i.indisprimary)
+        OR (m.relreplident = 'i' AND i.indisreplident))),
+  CASE WHEN place.xmin IS NULL OR place.xmin = (SELECT xmin FROM pg_attribute
+      WHERE attrelid = m.oid AND attname = 'tableoid')
+    AND EXISTS (SELECT FROM pg_attribute a WHERE a.attrelid = m.oid AND attnum > 0
+      AND NOT attisdropped AND NOT (a.xmin = place.xmin AND a.cmin = place.cmin))
+    THEN false
+    ELSE (SELECT sum(pg_relation_size(relid)) FROM pg_partition_tree(m.oid)) > 0 END
 FROM unnest(CAST(? AS text[]), CAST(? AS text[])) AS wanted (nspname, relname)
 JOIN pg_namespace n ON n.nspname = wanted.nspname
 JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = wanted.relname
   AND c.relkind IN ('r', 'p', 'v', 'm', 'f')
-LEFT JOIN LATERAL (SELECT relid FROM pg_partition_tree(c.oid) WHERE isleaf) AS part
-  ON c.relkind = 'p'
-JOIN pg_class leaf ON leaf.oid = coalesce(part.relid, c.oid)
+CROSS JOIN LATERAL (SELECT c.oid AS relid UNION SELECT relid FROM pg_partition_tree(c.oid)) AS part
+JOIN pg_class m ON m.oid = part.relid
+LEFT JOIN LATERAL (SELECT i.xmin, i.cmin FROM pg_inherits i
+  WHERE i.inhrelid = m.oid AND m.oid <> c.oid) AS place ON true
+ORDER BY m.oid <> c.oid, m.oid
 """
 
 
@@ -93,18 +122,53 @@ class Publication(Struct, frozen=True):
 
     Attributes:
         oid: another one once it was created again.
+        altered: the transaction that altered its options last.
         generated: whether it sends generated columns, as far as the server can.
         via_root: changes of partitions are sent as changes of their partitioned table.
         owned: whether this user may alter it.
+        tables: how each is published.
     """
 
     operations: frozenset[str]
     oid: int
+    altered: int
     via_root: bool
     generated: bool
     all_tables: bool
     owned: bool
-    tables: frozenset[tuple[str, str]]
+    tables: dict[tuple[str, str], Published]
+
+
+class Published(Struct, frozen=True):
+    """A table in a publication.
+
+    Attributes:
+        oid: of its entry, another one once it was altered; 0 in a publication of all tables.
+        partly: a row filter or a list of columns applies.
+    """
+
+    oid: int
+    partly: bool
+
+
+class Member(Struct, frozen=True):
+    """A table or one of its partitions.
+
+    Attributes:
+        kind, persistence: as `pg_class` has them.
+        storage: the file with its rows, another one once they were all written again.
+        attached: it became a partition with rows in it.
+        full, identity: see `Identity`.
+    """
+
+    oid: int
+    name: str
+    kind: str
+    persistence: str
+    storage: int
+    attached: bool
+    full: bool
+    identity: frozenset[str]
 
 
 class Table(Struct, frozen=True):
@@ -112,21 +176,37 @@ class Table(Struct, frozen=True):
 
     Attributes:
         kind, persistence: as `pg_class` has them.
+        attributes: which transactions altered its columns last.
+        children: tables that inherit from it.
+        ancestors: partitioned tables that it is a part of.
         generated: generated columns; `virtual` are those that are not stored.
         primary: columns of the primary key, in its order.
-        identity: columns of the replica identity that each change has.
-        full: each change has the old row.
+        members: the table, then its partitions.
     """
 
     kind: str
     persistence: str
+    oid: int
     owned: bool
+    attributes: str
+    children: tuple[str, ...]
+    ancestors: tuple[str, ...]
     columns: tuple[str, ...]
     generated: tuple[str, ...]
     virtual: tuple[str, ...]
     primary: tuple[str, ...]
-    identity: frozenset[str]
-    full: bool
+    members: tuple[Member, ...]
+
+    @property
+    def identity(self) -> Identity:
+        """What changes have of the old row, in whichever partition it is."""
+        found = [Identity(each.full, each.identity) for each in (self.members[0], *self.parts)]
+        return reduce(Identity.of_partition, found[1:], found[0])
+
+    @property
+    def parts(self) -> Sequence[Member]:
+        """The partitions that hold rows."""
+        return [each for each in self.members[1:] if each.kind != "p"]
 
 
 class Server(Struct, frozen=True):
@@ -135,6 +215,7 @@ class Server(Struct, frozen=True):
     Attributes:
         slots: how many replication slots it has.
         wal_keep: how much WAL a slot may hold.
+        money_digits: how many digits a `money` has after the point, by lc_monetary.
     """
 
     version: int
@@ -148,6 +229,7 @@ class Server(Struct, frozen=True):
     user: str
     may_replicate: bool
     may_create: bool
+    money_digits: int
 
 
 class Facts(Struct, frozen=True):
@@ -182,17 +264,20 @@ def read(mapping: CaptureMapping) -> Steps[Facts]:
     published = (yield Query(_PUBLISHED, (name,))).rows
     schemas = [each.schema for each in mapping.tables]
     tables = (yield Query(_TABLES, (schemas, [each.table for each in mapping.tables]))).rows
+    found = _tables(tables)
     publication = None
     if publications:
-        *operations, oid, via_root, generated, all_tables, owned = publications[0]
+        *operations, oid, altered, via_root, generated, all_tables, owned = publications[0]
         sent = frozenset(each for each, on in zip(OPERATIONS, operations, strict=True) if on)
-        of_it = frozenset((str(schema), str(table)) for schema, table in published)
-        publication = Publication(sent, oid, via_root, generated, all_tables, owned, of_it)
+        of_it = {(schema, table): Published(*rest) for schema, table, *rest in published}
+        if all_tables:
+            of_it = dict.fromkeys(found, Published(0, partly=False))
+        publication = Publication(sent, oid, altered, via_root, generated, all_tables, owned, of_it)
     return Facts(
         Server(*server),
         slot=_slot(slots[0]) if slots else None,
         publication=publication,
-        tables=_tables(tables),
+        tables=found,
     )
 
 
@@ -210,18 +295,23 @@ def _slot(row: Any) -> Slot:
 
 def _tables(rows: Any) -> dict[tuple[str, str], Table]:
     found: dict[tuple[str, str], Table] = {}
-    for row in rows:
-        schema, name, kind, persistence, owned, *columns, identity, key = row
-        sent, generated, virtual, primary = (tuple(names) for names in columns)
-        full = identity == "f"
-        of_each = frozenset(sent if full else key)
+    for schema, name, kind, persistence, oid, owned, attributes, *lists, member in (
+        (*row[:13], _member(row)) for row in rows
+    ):
         earlier = found.get((schema, name))
-        if earlier is not None:  # another partition
-            full, of_each = full and earlier.full, of_each & earlier.identity
+        members = (*(earlier.members if earlier else ()), member)
+        names = [tuple(each) for each in lists]
         found[schema, name] = Table(
-            kind, persistence, owned, sent, generated, virtual, primary, of_each, full
+            kind, persistence, oid, owned, attributes or "", *names, members=members
         )
     return found
+
+
+def _member(row: Any) -> Member:
+    oid, name, kind, persistence, storage, identity, key, attached = row[13:]
+    full = identity == "f"
+    columns = frozenset(row[9] if full else key)
+    return Member(oid, name, kind, persistence, storage, attached, full, columns)
 
 
 def wanted_operations(mapping: CaptureMapping) -> frozenset[str]:
@@ -253,12 +343,8 @@ def server_problems(server: Server) -> Iterator[str]:
         )
 
 
-def table_problems(wanted: CapturedTable, facts: Facts, *, changed: bool) -> Iterator[str]:
-    """Yield why a table cannot be captured.
-
-    Args:
-        changed: whether updates or deletes of any table are captured.
-    """
+def table_problems(wanted: CapturedTable, facts: Facts, mapping: CaptureMapping) -> Iterator[str]:
+    """Yield why a table cannot be captured."""
     name = f"table {wanted.schema}.{wanted.table}"
     table = facts.tables.get((wanted.schema, wanted.table))
     if table is None:
@@ -270,34 +356,84 @@ def table_problems(wanted: CapturedTable, facts: Facts, *, changed: bool) -> Ite
             "tables that it reads"
         )
         return
-    if table.persistence != "p":
-        yield f"{name} is unlogged or temporary, so that the WAL lacks it: ALTER TABLE … SET LOGGED"
-        return
+    for each in table.members:
+        if each.persistence != "p":
+            yield (
+                f"{name}: {each.name} is unlogged or temporary, so that the WAL lacks it: ALTER "
+                "TABLE … SET LOGGED"
+            )
+        elif each.kind == "f":
+            yield f"{name}: the partition {each.name} is a foreign table: DETACH it"
+    captured = {f"{each.schema}.{each.table}" for each in mapping.tables}
+    for ancestor in captured.intersection(table.ancestors):
+        yield f"{name} is a partition of {ancestor}, which has its changes: map one of the two"
     for column in wanted.key:
         if column in table.generated:
             yield f"{name}: the key column {column} is generated: use another"
         elif column not in table.columns:
             yield f"{name} has no column {column} for the key: correct the mapping"
-    full = f'ALTER TABLE "{wanted.schema}"."{wanted.table}" REPLICA IDENTITY FULL'
-    if changed and not table.identity:
+    changed = bool(wanted_operations(mapping) & {"update", "delete"})
+    identity = table.identity
+    if changed and not identity.columns:
         yield (
             f"{name} has no primary key or other replica identity, so that its updates and deletes "
-            f"would fail: add a primary key, or {full}"
+            f"would fail: add a primary key, or {full_identity(wanted)}"
         )
-    elif changed and table.full and table.virtual:
+    elif changed and identity.full and table.virtual:
         yield (
             f"{name}: PostgreSQL refuses updates and deletes of a published table with REPLICA "
             f"IDENTITY FULL and virtual generated columns ({', '.join(table.virtual)}): make them "
             "STORED, or use another replica identity"
         )
-    elif wanted.before and not table.full:
-        yield f"{name}: the WAL lacks the row before a change: {full}, or leave `before` out"
-    elif not table.identity.issuperset(wanted.key) and wanted.operations & {"update", "delete"}:
-        yield (
-            f"{name}: the key {', '.join(wanted.key)} is not part of its replica identity "
-            f"({', '.join(sorted(table.identity))}), so that deletes lack it: use columns of that, "
-            f"or {full}"
+    elif problem := identity_problem(wanted, identity):
+        yield problem
+
+
+def full_identity(table: CapturedTable) -> str:
+    """Return the SQL with which each change has the old row."""
+    return f'ALTER TABLE "{table.schema}"."{table.table}" REPLICA IDENTITY FULL'
+
+
+def identity_problem(wanted: CapturedTable, identity: Identity) -> str:
+    """Return what updates and deletes lack; "" if they have all."""
+    name, full = f"table {wanted.schema}.{wanted.table}", full_identity(wanted)
+    if not wanted.operations & {"update", "delete"}:
+        return ""
+    if identity.mixed:
+        return (
+            f"{name} has REPLICA IDENTITY FULL, and one of its partitions has not, so that its old "
+            "rows would lack values: ALTER TABLE … REPLICA IDENTITY FULL for each partition"
         )
+    if wanted.before and not identity.full:
+        return (
+            f"{name}: the WAL lacks the row before a change: {full}, and so for each partition, or "
+            "leave `before` out"
+        )
+    if not identity.columns.issuperset(wanted.key):
+        return (
+            f"{name}: the key {', '.join(wanted.key)} is not part of its replica identity "
+            f"({', '.join(sorted(identity.columns))}), so that deletes lack it: use columns of "
+            f"that, or {full}"
+        )
+    return ""
+
+
+def gaps(wanted: CapturedTable, facts: Facts, mapping: CaptureMapping) -> Iterator[Gap]:
+    """Yield changes of a table that the WAL does not show."""
+    table = facts.tables.get((wanted.schema, wanted.table))
+    if table is None:
+        return
+    captured = {f"{each.schema}.{each.table}" for each in mapping.tables}
+    children = [each for each in table.children if each not in captured]
+    if children:
+        yield Gap(
+            wanted,
+            "partitions",
+            f"its rows in {', '.join(children)}, which inherit from it, are not captured",
+            "map these tables, too",
+        )
+    if table.kind == "p" and ("truncate" in wanted.operations or "partitions" in wanted.accept):
+        yield Gap(wanted, "partitions", UNSENT, "leave truncate out of its operations")
 
 
 def publication_problems(facts: Facts, mapping: CaptureMapping) -> Iterator[str]:
@@ -307,8 +443,14 @@ def publication_problems(facts: Facts, mapping: CaptureMapping) -> Iterator[str]
         yield f"publication {name} is missing"
         return
     for each in mapping.tables:
-        if (each.schema, each.table) not in publication.tables:
+        published = publication.tables.get((each.schema, each.table))
+        if published is None:
             yield f"publication {name} lacks table {each.schema}.{each.table}"
+        elif published.partly:
+            yield (
+                f"publication {name} has a row filter or a list of columns for table "
+                f"{each.schema}.{each.table}"
+            )
     lacking = wanted_operations(mapping) - publication.operations
     if lacking:
         yield f"publication {name} does not send {', '.join(sorted(lacking))}"
@@ -350,5 +492,14 @@ def running_problem(facts: Facts, mapping: CaptureMapping) -> str:
     for problem in slot_problems(facts, mapping):
         return problem
     for problem in publication_problems(facts, mapping):
-        return f"{problem}, so that changes are not captured: {apply}, and fill in the missing ones"
+        return (
+            f"{problem}, so that changes are not captured: {apply}, then `run` with --on-gap skip, "
+            "and fill in the missing ones"
+        )
+    for each in mapping.tables:
+        for problem in table_problems(each, facts, mapping):
+            return problem
+        for gap in gaps(each, facts, mapping):
+            if not gap.accepted:
+                return gap.step.text
     return ""

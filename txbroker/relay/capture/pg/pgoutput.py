@@ -8,7 +8,9 @@ What PostgreSQL sends, and what not:
 - A large column that an update left unchanged is not sent (`Change.unchanged`), except with REPLICA
   IDENTITY FULL, where the old row has it.
 - The old row is sent with REPLICA IDENTITY FULL; else the old key, of deletes, and of updates that
-  change it.
+  change it or have a large value in it.
+- Of a partition, the table that has it is described first, then the partition; the identity of
+  the table decides whether an old row counts as one.
 - After a change of the schema the table is described again, before its next row.
 - Generated columns are not sent before PostgreSQL 18; from then on if the publication
   includes them.
@@ -19,9 +21,10 @@ from __future__ import annotations
 import struct
 from base64 import b64encode
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, structs
 
 from txbroker.errors import TxbrokerError
 from txbroker.relay.capture.changes import Change
@@ -33,12 +36,16 @@ SESSION = (
     "SET intervalstyle = 'iso_8601'",
     "SET timezone = 'UTC'",
     "SET extra_float_digits = 3",
+    "SET lc_monetary = 'C'",
+    "SET search_path = ''",
+    "SET quote_all_identifiers = off",
 )
 """Statements before START_REPLICATION: values depend on nothing else."""
 _EPOCH_MS = 946_684_800_000
 """2000-01-01, where PostgreSQL's clock begins."""
 _NULL, _UNCHANGED, _TEXT, _BINARY = b"nutb"
 _KEY, _NEW, _OLD = b"KNO"
+(_FULL,) = b"f"
 _BEGIN, _COMMIT = struct.Struct(">QqI"), struct.Struct(">BQQq")
 _MESSAGE, _TRUNCATE = struct.Struct(">BQ"), struct.Struct(">IB")
 _COLUMN = struct.Struct(">Ii")
@@ -62,6 +69,20 @@ class Begin(Struct, frozen=True, gc=False):
     xid: int
 
 
+class Described(Struct, frozen=True, gc=False):
+    """A wanted table is described, before its next row.
+
+    Attributes:
+        identity: of its rows.
+        again: it was described before: something about it has changed since.
+    """
+
+    schema: str
+    table: str
+    identity: Identity
+    again: bool
+
+
 class Commit(Struct, frozen=True, gc=False):
     """The transaction is complete.
 
@@ -70,6 +91,28 @@ class Commit(Struct, frozen=True, gc=False):
     """
 
     end_lsn: int
+
+
+class Identity(NamedTuple):
+    """The replica identity of a table: which columns of the old row its changes have.
+
+    Attributes:
+        full: all.
+        columns: of its key otherwise; of all partitions.
+        mixed: pgoutput passes old rows of partitions off as whole that are not.
+    """
+
+    full: bool
+    columns: frozenset[str]
+    mixed: bool = False
+
+    def of_partition(self, partition: Identity) -> Identity:
+        """Return what changes of the table have, if they may be of this partition, too."""
+        return Identity(
+            self.full and partition.full,
+            self.columns & partition.columns,
+            self.mixed or (self.full and not partition.full),
+        )
 
 
 class LogicalMessage(Struct, frozen=True, gc=False):
@@ -87,7 +130,7 @@ class LogicalMessage(Struct, frozen=True, gc=False):
     content: bytes
 
 
-Event: TypeAlias = Begin | Commit | LogicalMessage | Change | tuple[Change, ...]
+Event: TypeAlias = Begin | Commit | Described | LogicalMessage | Change | tuple[Change, ...]
 """A tuple is a TRUNCATE of these tables."""
 
 
@@ -110,6 +153,9 @@ def parse_lsn(text: str) -> int:
 
 # --- values ----------------------------------------------------------------------------------
 
+Convert: TypeAlias = Callable[[bytes], Any]
+"""Returns a value; raises ValueError with the reason why it cannot be shown."""
+
 
 def _float(data: bytes) -> float | str:
     number = float(data)
@@ -128,18 +174,28 @@ def _bytea(data: bytes) -> str:
     return b64encode(bytes.fromhex(data[2:].decode("ascii"))).decode()
 
 
+def _money(digits: int, data: bytes) -> str:
+    """Turn `-$1,234.56`, which is whole hundredths with lc_monetary C, to a decimal."""
+    text = data.decode("ascii")
+    number = "".join(each for each in text if each.isdigit())
+    sign = "-" if "-" in text or "(" in text else ""
+    if not digits:
+        return f"{sign}{int(number)}"
+    padded = number.zfill(digits + 1)
+    return f"{sign}{int(padded[:-digits])}.{padded[-digits:]}"
+
+
 def _timestamp(data: bytes) -> str:
-    """Turn `2026-11-27 00:57:50.123+00` to ISO 8601, which has neither infinity nor BC."""
-    text = data.decode()
-    if text[-1] == "C":
-        return text
+    """Turn `2026-11-27 00:57:50.123+00` to ISO 8601, as PostgreSQL's JSON has it, too: which has
+    neither infinity nor BC."""
+    text, bc, _ = data.decode().partition(" BC")
     text = text.replace(" ", "T", 1)
-    return f"{text}:00" if text[-3] in "+-" and "T" in text else text
+    return f"{text}:00{bc}" if text[-3] in "+-" else f"{text}{bc}"
 
 
-_INT, _FLOAT, _TIMESTAMP = (20, 21, 23, 26), (700, 701), (1114, 1184)
-_JSON, _BOOL, _BYTEA = (114, 3802), 16, 17
-_CONVERTERS: Mapping[int, Callable[[bytes], Any]] = {
+_INT, _FLOAT, _TIMESTAMP = (20, 21, 23, 26), (700, 701), (1114, 1184, 1266)
+_JSON, _BOOL, _BYTEA, _MONEY = (114, 3802), 16, 17, 790
+_CONVERTERS: Mapping[int, Convert] = {
     **dict.fromkeys(_INT, int),
     **dict.fromkeys(_FLOAT, _float),
     **dict.fromkeys(_TIMESTAMP, _timestamp),
@@ -157,6 +213,7 @@ class Relation(NamedTuple):
     """A table as rows are decoded.
 
     Attributes:
+        schema, table: its names in the mapping, also while it has others.
         columns: names, with the function for values.
         key: columns of the replica identity.
         wanted: whether its rows are decoded.
@@ -164,7 +221,7 @@ class Relation(NamedTuple):
 
     schema: str
     table: str
-    columns: Sequence[tuple[str, Callable[[bytes], Any]]]
+    columns: Sequence[tuple[str, Convert]]
     key: Sequence[str]
     wanted: bool
 
@@ -174,14 +231,27 @@ class Decoder:
 
     Args:
         tables: schemas and names of the tables that are wanted.
+        oids: of those that are known: a table that is renamed stays the same.
+        money_digits: how many digits a `money` has after the point.
 
     Attributes:
         relations: the tables that the stream has described, by OID.
     """
 
-    def __init__(self, tables: Collection[tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        tables: Collection[tuple[str, str]],
+        oids: Mapping[int, tuple[str, str]] = {},
+        money_digits: int = 2,
+    ) -> None:
         self.relations: dict[int, Relation] = {}
         self._tables = frozenset(tables)
+        self._oids = oids
+        self._converters: dict[int, Convert] = {
+            **_CONVERTERS,
+            _MONEY: partial(_money, money_digits),
+        }
+        self._described: Described | None = None
 
     def decode(self, data: bytes, at: int = 0) -> Event | None:
         """Decode a message; return None if nothing follows from it.
@@ -197,15 +267,17 @@ class Decoder:
             if kind == 73:  # I
                 relation = self.relations[int.from_bytes(data[at + 1 : at + 5], "big")]
                 return self._insert(relation, data, at + 5) if relation.wanted else None
+            if kind != 82:  # R
+                self._described = None
             return _DECODERS[kind](self, data, at + 1)
         except (LookupError, ValueError, struct.error) as error:
             raise _malformed(data, at, error) from error
 
     def _insert(self, relation: Relation, data: bytes, at: int) -> Change:
         _expect(data[at] == _NEW, "a new row")
-        row, unchanged, at = _row(relation, data, at + 1)
+        row, unchanged, fault, at = _row(relation, data, at + 1)
         _expect(at == len(data), "its end")
-        return Change(relation.schema, relation.table, "insert", None, row, None, unchanged)
+        return Change(relation.schema, relation.table, "insert", None, row, None, unchanged, fault)
 
     def _update(self, data: bytes, at: int) -> Change | None:
         relation = self.relations[int.from_bytes(data[at : at + 4], "big")]
@@ -213,25 +285,27 @@ class Decoder:
             return None
         at += 4
         before = key = None
+        old_fault = ""
         if data[at] in (_KEY, _OLD):
-            before, key, at = _old(relation, data, at)
+            before, key, old_fault, at = _old(relation, data, at)
         _expect(data[at] == _NEW, "a new row")
-        row, unchanged, at = _row(relation, data, at + 1)
+        row, unchanged, fault, at = _row(relation, data, at + 1)
         _expect(at == len(data), "its end")
-        if unchanged and before is not None:
-            # In the order of the columns.
-            row = {name: row.get(name, before[name]) for name in before}
-            unchanged = ()
-        return Change(relation.schema, relation.table, "update", before, row, key, unchanged)
+        if unchanged and (old := before or key) is not None:
+            both = {**old, **row}  # in the order of the columns
+            row = {name: both[name] for name, _ in relation.columns if name in both}
+            unchanged = tuple(name for name in unchanged if name not in old)
+        fault = old_fault or fault
+        return Change(relation.schema, relation.table, "update", before, row, key, unchanged, fault)
 
     def _delete(self, data: bytes, at: int) -> Change | None:
         relation = self.relations[int.from_bytes(data[at : at + 4], "big")]
         if not relation.wanted:
             return None
         _expect(data[at + 4] in (_KEY, _OLD), "an old row")
-        before, key, at = _old(relation, data, at + 4)
+        before, key, fault, at = _old(relation, data, at + 4)
         _expect(at == len(data), "its end")
-        return Change(relation.schema, relation.table, "delete", before, None, key)
+        return Change(relation.schema, relation.table, "delete", before, None, key, (), fault)
 
     def _truncate(self, data: bytes, at: int) -> tuple[Change, ...]:
         count, _options = _TRUNCATE.unpack_from(data, at)
@@ -245,25 +319,35 @@ class Decoder:
             if relation.wanted
         )
 
-    def _relation(self, data: bytes, at: int) -> None:
+    def _relation(self, data: bytes, at: int) -> Described | None:
         oid = int.from_bytes(data[at : at + 4], "big")
         schema, at = _text(data, at + 4)
         table, at = _text(data, at)
+        full = data[at] == _FULL
         count = int.from_bytes(data[at + 1 : at + 3], "big")
         at += 3
-        columns, key = [], []
+        columns: list[tuple[str, Convert]] = []
+        key: list[str] = []
         for _ in range(count):
             in_key = data[at] & 1
             name, at = _text(data, at + 1)
             type_oid, _modifier = _COLUMN.unpack_from(data, at)
             at += _COLUMN.size
-            columns.append((name, _CONVERTERS.get(type_oid, bytes.decode)))
+            columns.append((name, self._converters.get(type_oid, bytes.decode)))
             if in_key:
                 key.append(name)
         _expect(at == len(data), "its end")
-        schema = schema or "pg_catalog"
-        wanted = (schema, table) in self._tables
-        self.relations[oid] = Relation(schema, table, columns, key, wanted)
+        place = self._oids.get(oid, (schema or "pg_catalog", table))
+        wanted = place in self._tables
+        again = oid in self.relations
+        self.relations[oid] = Relation(*place, columns, key, wanted)
+        found = Identity(full, frozenset(key))
+        before, self._described = self._described, None
+        if wanted:
+            self._described = Described(*place, found, again)
+        elif before is not None:  # the partition whose rows follow
+            return structs.replace(before, identity=before.identity.of_partition(found))
+        return self._described
 
     def _begin(self, data: bytes, at: int) -> Begin:
         _expect(at + _BEGIN.size == len(data), "its end")
@@ -299,19 +383,28 @@ _DECODERS: Mapping[int, Callable[[Decoder, bytes, int], Event | None]] = {
 }
 
 
-def _row(relation: Relation, data: bytes, at: int) -> tuple[dict[str, Any], tuple[str, ...], int]:
-    """Return the values that begin there, the columns that were not sent, and the end."""
+def _row(
+    relation: Relation, data: bytes, at: int
+) -> tuple[dict[str, Any], tuple[str, ...], str, int]:
+    """Return the values that begin there, the columns that were not sent, which value cannot be
+    shown, and the end."""
     columns = relation.columns
     _expect(data[at] << 8 | data[at + 1] == len(columns), "the columns of its table")
     at += 2
     row: dict[str, Any] = {}
     unchanged: tuple[str, ...] = ()
+    fault = ""
     for name, convert in columns:
         kind = data[at]
         if kind == _TEXT:
             start = at + 5
             at = start + int.from_bytes(data[at + 1 : start], "big")
-            row[name] = convert(data[start:at])
+            try:
+                row[name] = convert(data[start:at])
+            except (LookupError, ValueError) as error:
+                row[name] = None
+                _expect(at <= len(data), "its end")
+                fault = fault or f"column {name}: {_reason(error)}"
         elif kind == _NULL:
             row[name] = None
             at += 1
@@ -319,18 +412,26 @@ def _row(relation: Relation, data: bytes, at: int) -> tuple[dict[str, Any], tupl
             _expect(kind == _UNCHANGED, "values as text")
             unchanged = (*unchanged, name)
             at += 1
-    return row, unchanged, at
+    return row, unchanged, fault, at
+
+
+def _reason(error: Exception) -> str:
+    """Return why a value cannot be shown, without the value."""
+    return (
+        "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error).partition(":")[0]
+    )
 
 
 def _old(
     relation: Relation, data: bytes, at: int
-) -> tuple[dict[str, Any] | None, dict[str, Any] | None, int]:
-    """Return the old row or the old key that begins there, and its end."""
-    row, unchanged, end = _row(relation, data, at + 1)
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None, str, int]:
+    """Return the old row or the old key that begins there, which value of it cannot be shown, and
+    its end."""
+    row, unchanged, fault, end = _row(relation, data, at + 1)
     _expect(not unchanged, "an old row whole")
     if data[at] == _OLD:
-        return row, None, end
-    return None, {name: row[name] for name in relation.key}, end
+        return row, None, fault, end
+    return None, {name: row[name] for name in relation.key}, fault, end
 
 
 def _text(data: bytes, at: int) -> tuple[str, int]:

@@ -24,6 +24,11 @@ SILENCE_S = 60.0
 """How long a server that was asked may be silent, seconds; its own limit is the same."""
 _LOST_SLOT = ("55000", "58P01")
 _NO_OBJECT, _DENIED = "42704", "42501"
+_UNTRANSLATABLE = ("22P05", "22021")
+
+
+class Untranslatable(ConfigurationError):
+    """The server ends the stream at a text that it cannot send as UTF-8."""
 
 
 class System(NamedTuple):
@@ -246,6 +251,8 @@ class PgStream:
                 "cannot be read, even if it was created again: run `txbroker capture remove`, then "
                 "`apply`, then `run` with --on-gap skip; fill in what changed in between"
             )
+        if code in _UNTRANSLATABLE:
+            return Untranslatable(text)
         if code in _LOST_SLOT and ("slot" in text or "WAL" in text):
             return ConfigurationError(
                 f"{self._database.name}: {text}: the server has removed changes that the slot "

@@ -1,0 +1,245 @@
+"""What PostgreSQL's WAL does not show: it is refused, accepted, or stops the capture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import closing
+
+import psycopg
+import pytest
+from msgspec import structs
+
+from tests.kit.until import until
+from tests.relay.capture.deliveries import read, read_until
+from tests.relay.capture.pg_world import PgWorld, captured, changes, take
+from txbroker.databases.steps import run_async
+from txbroker.errors import ConfigurationError
+from txbroker.relay.capture import postgres_setup
+from txbroker.relay.capture.changes import CapturedTable
+from txbroker.relay.capture.pg import facts as pgfacts
+from txbroker.relay.capture.pg import position as pgposition
+from txbroker.relay.capture.setup import Gap, StepState, refusals
+
+PARTED = captured("parted", operations=["insert", "update", "delete"])
+TABLES = (captured("orders"), PARTED)
+SETUP = (
+    "CREATE TABLE parted (id int PRIMARY KEY, item text) PARTITION BY RANGE (id)",
+    "CREATE TABLE parted_1 PARTITION OF parted FOR VALUES FROM (0) TO (10)",
+    "CREATE TABLE parted_2 PARTITION OF parted FOR VALUES FROM (10) TO (20)",
+    "CREATE TABLE apart (id int NOT NULL, item text)",
+    "INSERT INTO orders VALUES (1, 'a')",
+    "INSERT INTO parted VALUES (1, 'a'), (11, 'b')",
+)
+ATTACH = "ALTER TABLE parted ATTACH PARTITION {} FOR VALUES FROM (20) TO (30)"
+SHOWN: Sequence[str] = (
+    "TRUNCATE orders",
+    "CLUSTER orders USING orders_pkey",
+    "CLUSTER parted_1 USING parted_1_pkey",
+    "ALTER TABLE orders ADD colour text DEFAULT 'red'",
+    "ALTER TABLE orders ALTER item SET NOT NULL",
+    "ALTER TABLE orders RENAME item TO thing",
+    "ALTER TABLE orders DROP item",
+    "CREATE TABLE parted_3 PARTITION OF parted FOR VALUES FROM (20) TO (30)",
+    "CREATE TABLE parted_3 PARTITION OF parted FOR VALUES FROM (20) TO (30); "
+    "INSERT INTO parted VALUES (21, 'c')",
+    ATTACH.format("apart"),
+    "INSERT INTO parted VALUES (2, 'c'); CREATE INDEX ON parted (item); ANALYZE parted",
+)
+UNSEEN: Sequence[tuple[str, str]] = (
+    ("DROP TABLE parted_1", "partitions: 1 of its partitions were dropped or detached"),
+    ("ALTER TABLE parted DETACH PARTITION parted_1", "partitions: 1 of its partitions"),
+    (
+        f"INSERT INTO apart VALUES (21, 'c'); {ATTACH.format('apart')}",
+        "partitions: apart was attached with rows",
+    ),
+    (
+        "CREATE TABLE later (LIKE parted INCLUDING ALL); INSERT INTO later VALUES (21, 'c'); "
+        + ATTACH.format("later"),
+        "partitions: later was attached with rows",
+    ),
+    (
+        "DROP TABLE orders; CREATE TABLE orders (id int PRIMARY KEY); "
+        "ALTER PUBLICATION {} ADD TABLE orders",
+        "tables: it is another one than before",
+    ),
+    (
+        "CREATE TABLE swap (id int PRIMARY KEY); ALTER TABLE orders RENAME TO old; "
+        "ALTER TABLE swap RENAME TO orders; ALTER PUBLICATION {} SET TABLE orders, parted",
+        "tables: it is another one than before",
+    ),
+    (
+        "ALTER TABLE orders ALTER item TYPE text USING upper(item)",
+        "rewrites: its columns were altered and its rows written again",
+    ),
+    ("ALTER TABLE parted ALTER item TYPE varchar USING left(item, 1)", "rewrites: its columns"),
+    ("ALTER TABLE orders ADD dice float DEFAULT random()", "rewrites: its columns were altered"),
+    (
+        "ALTER PUBLICATION {0} DROP TABLE orders; ALTER PUBLICATION {0} ADD TABLE orders",
+        "public.orders was taken out of the publication",
+    ),
+    (
+        "ALTER PUBLICATION {0} SET TABLE orders WHERE (id > 3), parted; "
+        "ALTER PUBLICATION {0} SET TABLE orders, parted",
+        "public.orders was taken out of the publication, or had a row filter",
+    ),
+    (
+        "ALTER PUBLICATION {0} SET (publish = 'insert'); "
+        "ALTER PUBLICATION {0} SET (publish = 'insert, update, delete, truncate')",
+        "publication {0} was altered",
+    ),
+)
+
+
+async def test_the_catalogs_tell_shown_from_unseen(pg: PgWorld) -> None:
+    """Each case is a transaction that is rolled back."""
+    pg.execute(*SETUP)
+    pg.mapping.tables = TABLES
+    await pg.apply()
+    session = await pg.database.open_async()
+
+    async def look() -> pgfacts.Facts:
+        return await run_async(pgfacts.read(pg.mapping), session.execute)
+
+    before = pgposition.catalog_of(await look(), pg.mapping)
+    for statement, sentence in [*((each, "") for each in SHOWN), *UNSEEN]:
+        await session.begin()
+        await session.connection.execute(statement.format(pg.slot))
+        facts = await look()
+        await session.rollback()
+        assert pgfacts.running_problem(facts, pg.mapping) == "", statement
+        texts = [
+            f"{each.kind}: {each.problem}" if isinstance(each, Gap) else each
+            for each in pgposition.unseen(before, facts, pg.mapping)
+        ]
+        assert len(texts) == bool(sentence), (statement, texts)
+        assert "".join(texts).startswith(sentence.format(pg.slot)), statement
+        after = pgposition.catalog_of(facts, pg.mapping)
+        assert not list(pgposition.unseen(after, facts, pg.mapping))
+    await session.close()
+
+
+PARTIAL = "has a row filter or a list of columns for table public.orders"
+REFUSED: Sequence[tuple[str, str, CapturedTable]] = (
+    ("ALTER PUBLICATION {} SET TABLE orders WHERE (id > 3)", PARTIAL, captured("orders")),
+    ("ALTER PUBLICATION {} SET TABLE orders (id)", PARTIAL, captured("orders")),
+    (
+        "ALTER PUBLICATION {} SET TABLE parted; ALTER TABLE parted_1 SET UNLOGGED",
+        "parted_1 is unlogged",
+        PARTED,
+    ),
+    (
+        "ALTER PUBLICATION {} SET TABLE parted; ALTER TABLE parted REPLICA IDENTITY FULL",
+        "public.parted has REPLICA IDENTITY FULL, and one of its partitions has not",
+        PARTED,
+    ),
+    (
+        "ALTER PUBLICATION {} SET TABLE parted; ALTER TABLE parted_1 REPLICA IDENTITY FULL",
+        "lacks the row before a change.*for each partition",
+        captured("parted", before=True, operations=["update"]),
+    ),
+    (
+        "ALTER PUBLICATION {} SET TABLE parted",
+        "TRUNCATE of a single partition: leave truncate out",
+        captured("parted"),
+    ),
+    (
+        "CREATE TABLE special () INHERITS (orders)",
+        'its rows in public.special, which inherit from it.*accept = ."partitions"',
+        captured("orders"),
+    ),
+    ("ALTER TABLE orders REPLICA IDENTITY NOTHING", "no primary key or other", captured("orders")),
+)
+
+
+async def test_a_start_and_each_check_refuse_what_the_plan_refuses(pg: PgWorld) -> None:
+    pg.execute(*SETUP)
+    await pg.apply()
+    session = await pg.database.open_async()
+    for statement, sentence, table in REFUSED:
+        pg.mapping.tables = (table,)
+        await session.begin()
+        await session.connection.execute(statement.format(pg.slot))
+        facts = await run_async(pgfacts.read(pg.mapping), session.execute)
+        await session.rollback()
+        assert re.search(sentence, pgfacts.running_problem(facts, pg.mapping)), statement
+        steps = list(postgres_setup._steps(pg.mapping, facts))
+        if sentence == PARTIAL:
+            assert any(each.sql.endswith('SET TABLE ONLY "public"."orders"') for each in steps)
+        else:
+            assert re.search(sentence, "".join(refusals(steps))), statement
+    pg.mapping.tables = (captured("parted"), captured("parted_1"))
+    assert "is a partition of public.parted" in "".join(
+        refusals(await postgres_setup.plan(pg.mapping, pg.database))
+    )
+    accepting = structs.replace(captured("parted"), accept=frozenset({"partitions"}))
+    pg.mapping.tables = (accepting,)
+    steps = await postgres_setup.plan(pg.mapping, pg.database)
+    assert [each.state for each in steps].count(StepState.ACCEPTED) == 1
+    await session.close()
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+async def test_a_change_of_partitions_stops_a_start_unless_accepted(
+    pg: PgWorld, accepted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pg.execute(*SETUP)
+    table = structs.replace(PARTED, accept=frozenset({"partitions"} if accepted else ()))
+    pg.mapping.tables = (table,)
+    source = await pg.started()
+    pg.execute("INSERT INTO parted VALUES (2, 'c')")
+    position = (await read(source)).position
+    await source.close()
+    pg.execute("DROP TABLE parted_2", "INSERT INTO parted VALUES (3, 'd')")
+    if not accepted:
+        with pytest.raises(ConfigurationError, match=r"1 of its partitions.*accept = ."):
+            await until(lambda: pg.source(position))
+        source = await pg.source(position, on_gap="skip")
+    else:
+        source = await pg.source(position)
+    assert changes(await take(source)) == [("insert", 3, "d")]
+    assert "1 of its partitions" in caplog.text
+
+
+async def test_an_altered_table_is_checked_at_once(pg: PgWorld) -> None:
+    source = await pg.started()
+    pg.execute(
+        "INSERT INTO orders VALUES (1, 'a')",
+        "ALTER TABLE orders ALTER item TYPE text USING upper(item)",
+        "INSERT INTO orders VALUES (2, 'b')",
+    )
+    with pytest.raises(ConfigurationError, match="rows written again"):
+        await read_until(source, 3)
+
+
+async def test_rows_of_a_renamed_table_are_captured(pg: PgWorld) -> None:
+    source = await pg.started()
+    with closing(psycopg.connect(pg.url)) as connection, connection:
+        connection.execute("INSERT INTO orders VALUES (1, 'a')")
+        connection.execute("ALTER TABLE orders RENAME TO renamed")
+        connection.execute("INSERT INTO renamed VALUES (2, 'b')")
+        connection.execute("ALTER TABLE renamed RENAME TO orders")
+    values = await take(source)
+    assert changes(values) == [("insert", 1, "a"), ("insert", 2, "b")]
+    assert {each["table"] for each in values} == {"orders"}
+
+
+@pytest.mark.parametrize("kind", ["table", "partition"])
+async def test_old_rows_that_are_missing_stop_it(pg: PgWorld, kind: str) -> None:
+    pg.execute(*SETUP)
+    full = "ALTER TABLE {} REPLICA IDENTITY FULL"
+    pg.execute(*(full.format(each) for each in ("orders", "parted", "parted_1", "parted_2")))
+    tables = {"table": "orders", "partition": "parted"}
+    pg.mapping.tables = (captured(tables[kind], before=True, operations=["update"]),)
+    source = await pg.started()
+    pg.execute(f"UPDATE {tables[kind]} SET item = 'b' WHERE id = 1")
+    (value,) = await take(source)
+    assert value["before"]["item"] == "a"
+    of = {"table": "orders", "partition": "parted_1"}[kind]
+    pg.execute(
+        f"ALTER TABLE {of} REPLICA IDENTITY DEFAULT",
+        f"UPDATE {tables[kind]} SET item = 'c' WHERE id = 1",
+        full.format(of),
+    )
+    with pytest.raises(ConfigurationError, match="REPLICA IDENTITY FULL"):
+        await take(source)

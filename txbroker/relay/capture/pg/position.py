@@ -1,0 +1,171 @@
+"""The position of a capture in Kafka: where it goes on, and what must not have changed since.
+
+The WAL shows changes of rows. A partition that is dropped, a publication that left a table out for
+a while, a server that was put back: of these the WAL shows nothing. So the position names the last
+transaction, which a start reads again, and the state of the catalogs, which each check compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from zlib import crc32
+
+import msgspec
+from msgspec import Raw, Struct
+
+from txbroker.relay.capture.changes import CapturedTable, CaptureMapping
+from txbroker.relay.capture.pg.facts import Facts, Table, name_of, wanted_operations
+from txbroker.relay.capture.setup import Gap
+
+
+class LastTransaction(Struct, frozen=True):
+    """The last transaction that was read.
+
+    Attributes:
+        end: where its commit ends in the WAL, an LSN.
+    """
+
+    end: str
+    xid: int
+    time_ms: int
+
+
+class Position(Struct, frozen=True):
+    """Where a capture goes on.
+
+    Attributes:
+        slot: its name.
+        system, timeline: of the server, see `System`.
+        lsn: everything before it is in Kafka, such as `0/16B3748`.
+        last: the last transaction before it, if the capture has read one.
+        catalog: a `Catalog`, once it was checked.
+    """
+
+    slot: str
+    system: str
+    timeline: int
+    lsn: str
+    last: LastTransaction | None = None
+    catalog: Raw = Raw(b"null")
+
+
+class CatalogTable(Struct, frozen=True, array_like=True):
+    """A captured table in the catalogs.
+
+    Attributes:
+        oid: of the table.
+        published: of its entry in the publication.
+        attributes: a checksum of what altered its columns.
+        members: the oids of the table and its partitions, each with its storage.
+    """
+
+    oid: int
+    published: int
+    attributes: int
+    members: dict[int, int]
+
+
+class Catalog(Struct, frozen=True):
+    """The catalogs as far as they decide what the WAL shows.
+
+    Attributes:
+        publication: its oid.
+        altered: the transaction that altered its options last.
+        operations: that the mapping wants: `apply` alters the publication for others.
+        tables: by schema and name.
+    """
+
+    publication: int
+    altered: int
+    operations: list[str]
+    tables: dict[str, CatalogTable]
+
+
+encode = msgspec.json.Encoder().encode
+decode = msgspec.json.Decoder(Position).decode
+decode_catalog = msgspec.json.Decoder(Catalog | None).decode
+
+
+def catalog_of(facts: Facts, mapping: CaptureMapping) -> Catalog:
+    """Return the catalogs of a capture without problems."""
+    publication = facts.publication
+    assert publication is not None
+    return Catalog(
+        publication.oid,
+        publication.altered,
+        sorted(wanted_operations(mapping)),
+        {
+            f"{schema}.{name}": CatalogTable(
+                table.oid,
+                publication.tables[schema, name].oid,
+                crc32(table.attributes.encode()),
+                {each.oid: each.storage for each in table.members},
+            )
+            for (schema, name), table in facts.tables.items()
+        },
+    )
+
+
+def unseen(before: Catalog | None, facts: Facts, mapping: CaptureMapping) -> Iterator[str | Gap]:
+    """Yield which changes the WAL may lack since an earlier state of the catalogs, as sentences
+    without an end or as gaps that the mapping may accept."""
+    if before is None:
+        return
+    now, name = catalog_of(facts, mapping), name_of(mapping)
+    if now.publication != before.publication:
+        yield f"publication {name} was created again, and changes before that may be lost"
+    elif now.altered != before.altered and now.operations == before.operations:
+        yield f"publication {name} was altered, and changes while it was another may be lost"
+    for wanted in mapping.tables:
+        place = f"{wanted.schema}.{wanted.table}"
+        if (known := before.tables.get(place)) is not None:
+            table = facts.tables[wanted.schema, wanted.table]
+            yield from _unseen_of_table(wanted, known, now.tables[place], table)
+
+
+def _unseen_of_table(
+    wanted: CapturedTable, before: CatalogTable, now: CatalogTable, table: Table
+) -> Iterator[str | Gap]:
+    name = f"{wanted.schema}.{wanted.table}"
+    if now.oid != before.oid:
+        yield Gap(
+            wanted,
+            "tables",
+            "it is another one than before, which was dropped or renamed: the WAL does not show "
+            "what became of its rows",
+            "fill it in, then run with --on-gap skip",
+        )
+        return
+    if now.published != before.published:
+        yield (
+            f"{name} was taken out of the publication, or had a row filter or a list of columns, "
+            "and changes in between may be lost"
+        )
+    gone = len(before.members.keys() - now.members.keys())
+    if gone and wanted.operations & {"delete", "truncate"}:
+        yield _partitions(wanted, f"{gone} of its partitions were dropped or detached")
+    attached = [
+        each.name for each in table.members if each.attached and each.oid not in before.members
+    ]
+    if attached and "insert" in wanted.operations:
+        yield _partitions(wanted, f"{', '.join(attached)} was attached with rows")
+    rewritten = any(
+        storage != now.members.get(oid, storage) for oid, storage in before.members.items()
+    )
+    if rewritten and now.attributes != before.attributes and "update" in wanted.operations:
+        yield Gap(
+            wanted,
+            "rewrites",
+            "its columns were altered and its rows written again, and the WAL does not show their "
+            "new values",
+            "fill them in, then run with --on-gap skip",
+        )
+
+
+def _partitions(wanted: CapturedTable, problem: str) -> Gap:
+    return Gap(
+        wanted,
+        "partitions",
+        f"{problem}, and the WAL does not show what that did to the table's rows",
+        "fill it in, then run with --on-gap skip",
+    )
