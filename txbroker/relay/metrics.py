@@ -12,6 +12,12 @@ _PREFIX = "txbroker_relay_"
 METRICS = tuple(
     Described(f"{_PREFIX}{name}", kind, ("relay", *labels), text)
     for name, kind, labels, text in (
+        (
+            "accepted_gaps",
+            "gauge",
+            (),
+            "Of a capture: gaps of its tables to which the mapping consents by `accept`.",
+        ),
         ("delivered_total", "counter", (), "Messages that are visible in their topics."),
         (
             "failures_total",
@@ -25,6 +31,13 @@ METRICS = tuple(
             (),
             "Of a capture: the write-ahead log that its slot holds, or the binlog that follows its "
             "position.",
+        ),
+        (
+            "left_out_total",
+            "counter",
+            ("reason",),
+            "Of a capture: changes without messages, by `skip` or by a kind in the mapping's "
+            "`accept`.",
         ),
         ("oldest_seconds", "gauge", ("state",), "Age of the oldest unfinished row by state."),
         ("refused_total", "counter", (), "Messages that Kafka refused, for each attempt."),

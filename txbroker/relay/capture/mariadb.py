@@ -22,7 +22,10 @@ from txbroker.databases.steps import Query, Steps
 from txbroker.door.placing import Refusal
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture import mariadb_setup
-from txbroker.relay.capture.binlog import (
+from txbroker.relay.capture.changes import CaptureMapping, Change, TransactionInfo
+from txbroker.relay.capture.conversion import Conversion
+from txbroker.relay.capture.envelope import refused_change
+from txbroker.relay.capture.maria.binlog import (
     HEARTBEAT_S,
     Alive,
     Binlog,
@@ -31,14 +34,11 @@ from txbroker.relay.capture.binlog import (
     NotCompared,
     Place,
     Position,
+    TablesChanged,
     check_position,
     read_position,
 )
-from txbroker.relay.capture.binlog_values import BYTE_TYPES
-from txbroker.relay.capture.changes import CaptureMapping, Change, TransactionInfo
-from txbroker.relay.capture.conversion import Conversion
-from txbroker.relay.capture.envelope import refused_change
-from txbroker.relay.capture.setup import refusals
+from txbroker.relay.capture.setup import Gap, refusals
 from txbroker.relay.source import Delivery
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
@@ -69,6 +69,8 @@ class _Reader:
     """Reads the binary log in a thread.
 
     Args:
+        inspect: called after the definition of a captured table may have changed, returns the facts
+            of the server; raises if the capture cannot go on.
         lost: called with the error where changes are lost; raises it, or has the next reader skip
             them.
         uncompared: called where the next reader is to begin without a comparison.
@@ -78,11 +80,13 @@ class _Reader:
         self,
         binlog: Binlog,
         conversion: Conversion,
+        inspect: Callable[[], mariadb_setup.Facts],
         lost: Callable[[ChangesLost], None],
         uncompared: Callable[[], None],
     ) -> None:
         self._binlog = binlog
         self._conversion = conversion
+        self._inspect = inspect
         self._lost = lost
         self._uncompared = uncompared
         self._loop = asyncio.get_running_loop()
@@ -151,9 +155,9 @@ class _Reader:
         last_s = time.monotonic()
         skipped: Committed | None = None
         for event in self._binlog.read():
-            if isinstance(event, Change):
+            if isinstance(event, Change | Gap):
                 assert info is not None
-                for message in self._conversion.messages(info, number, event):
+                for message in self._converted(info, number, event):
                     messages.append(message)
                     size += _MESSAGE_BYTES + len(message.key or b"") + len(message.value or b"")
                 number += 1
@@ -168,6 +172,8 @@ class _Reader:
                     messages, size, skipped, last_s = [], 0, None, time.monotonic()
                 else:
                     skipped = event
+            elif isinstance(event, TablesChanged):
+                self._binlog.facts = self._inspect()
             # Between transactions, where nothing wanted changes: the position must move on, before
             # the server purges its log.
             if (
@@ -179,6 +185,14 @@ class _Reader:
                 skipped, last_s = None, time.monotonic()
             if self._closed:
                 return
+
+    def _converted(
+        self, info: TransactionInfo, number: int, event: Change | Gap
+    ) -> Sequence[Message]:
+        try:
+            return self._conversion.messages(info, number, event)
+        except ConfigurationError as error:
+            raise self._binlog.lost(error) if isinstance(event, Gap) else error from None
 
     def _put(self, piece: _Piece) -> None:
         with self._changed:
@@ -242,7 +256,7 @@ class MariadbSource:
         skip: Collection[str] = (),
     ) -> None:
         self._mapping = mapping
-        self._conversion = Conversion(mapping, skip)
+        self.conversion = Conversion(mapping, skip)
         self._database = database
         self._skips_gaps = on_gap == "skip"
         self._uncompared = False
@@ -257,8 +271,8 @@ class MariadbSource:
         await self.close()
         database, mapping = self._database, self._mapping
         facts = await database.ask(mariadb_setup.look(mapping))
-        refused = refusals(mariadb_setup.needed(mapping, facts))
-        if refused:
+        steps = mariadb_setup.needed(mapping, facts)
+        if refused := refusals(steps):
             raise ConfigurationError(f"{database.name}: {'; '.join(refused)}")
         if position is None and facts.start is None:
             raise ConfigurationError(
@@ -279,8 +293,24 @@ class MariadbSource:
         elif self._uncompared:
             start = Position(start.gtids)
         self._gap, self._uncompared = "", False
-        binlog = Binlog(database, facts.byte_types(BYTE_TYPES), start)
-        self._reader = _Reader(binlog, self._conversion, self._lost, self._not_compared)
+        self.conversion.begin(steps)
+        binlog = Binlog(database, mapping.tables, facts, start)
+        self._reader = _Reader(
+            binlog, self.conversion, self._inspect, self._lost, self._not_compared
+        )
+
+    def _inspect(self) -> mariadb_setup.Facts:
+        """Look at the server again; blocks.
+
+        Raises:
+            ConfigurationError: there are changes now that the log does not show.
+            DatabaseUnavailable
+        """
+        with self._database.explained():
+            facts = self._database.apart(mariadb_setup.look(self._mapping))
+        if problems := mariadb_setup.changed(self._mapping, facts):
+            raise ConfigurationError(f"{self._database.name}: {'; '.join(problems)}")
+        return facts
 
     def _not_compared(self) -> None:
         self._uncompared = True

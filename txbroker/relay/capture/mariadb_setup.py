@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 from msgspec import Struct
 
 from txbroker.databases.dialect import MARIADB, Fault
 from txbroker.databases.mariadb import MariaDB
 from txbroker.databases.steps import Query, Steps
-from txbroker.relay.capture.changes import CaptureMapping
-from txbroker.relay.capture.setup import NO_EMITTED, Step, StepState, refusals
+from txbroker.relay.capture.changes import CapturedTable, CaptureMapping
+from txbroker.relay.capture.maria.rows import BYTE_TYPES
+from txbroker.relay.capture.maria.statements import definition_gaps
+from txbroker.relay.capture.setup import NO_EMITTED, Gap, Step, StepState, refusals
+
+TableName: TypeAlias = tuple[str, str]
+"""Database and table."""
 
 TABLE = "txbroker_capture"
 _CREATE = (
@@ -35,11 +40,33 @@ _SETTINGS = {
     "log_bin_compress": ("0", "OFF"),
 }
 """What the server shows, and what to set."""
-_FACTS = (*_SETTINGS, "gtid_binlog_pos", "gtid_binlog_state", "binlog_expire_logs_seconds")
+_FACTS = (
+    *_SETTINGS,
+    "gtid_binlog_pos",
+    "gtid_binlog_state",
+    "binlog_expire_logs_seconds",
+    "lower_case_table_names",
+    "slave_run_triggers_for_rbr",
+)
 _VERSION_MIN = (10, 6)
+_COLLATIONS = "collation_character_set_applicability"
+_COLLATIONS_VERSION = (10, 10)
+"""The first in which that view has numbers. The older view lacks some since then."""
 _KEPT_S_MIN = 86_400
 _STRANGE = re.compile(r"COMPRESSED|mariadb-5\.3", re.IGNORECASE)
 """Column types that mysql-replication does not read, in comments of MariaDB's description."""
+_KINDS = frozenset(
+    (
+        *("tinyint", "smallint", "mediumint", "int", "bigint", "decimal", "float", "double", "bit"),
+        *("year", "date", "time", "datetime", "timestamp", "char", "varchar", "enum", "set"),
+        *("tinytext", "text", "mediumtext", "longtext", "binary", "varbinary"),
+        *("tinyblob", "blob", "mediumblob", "longblob", "uuid", "inet4", "inet6"),
+        *("geometry", "point", "linestring", "polygon", "geometrycollection"),
+        *("multipoint", "multilinestring", "multipolygon"),
+    )
+)
+"""Types of columns that a capture reads."""
+_TABLES = ("BASE TABLE", "SYSTEM VERSIONED")
 
 
 class Column(Struct, frozen=True):
@@ -55,23 +82,31 @@ class Facts(Struct, frozen=True):
     """The findings of `look`.
 
     Attributes:
+        version: (0, 0) of a server that cannot be captured; nothing else is known of it.
         settings: by name, as text.
         columns: by database and table.
+        definitions: the same tables as `SHOW CREATE TABLE` shows them; None without the right.
+        others: names that stand for no table, or are spelled differently; with the reason.
+        collations: names of character sets, by the numbers of collations.
+        filters: databases that the log has alone or lacks, None without the right to see that.
         replication: whether the user may read the binary log.
         start: where the capture begins, None if it is not recorded.
     """
 
     version: tuple[int, ...]
-    settings: Mapping[str, str]
-    columns: Mapping[tuple[str, str], Sequence[Column]]
-    replication: bool
-    start: str | None
+    settings: Mapping[str, str] = {}
+    columns: Mapping[TableName, Sequence[Column]] = {}
+    definitions: Mapping[TableName, str | None] = {}
+    others: Mapping[TableName, str] = {}
+    collations: Mapping[int, str] = {}
+    filters: tuple[str, str] | None = None
+    replication: bool = False
+    start: str | None = None
 
-    def byte_types(self, kinds: Mapping[str, int]) -> dict[tuple[str, str], dict[str, str]]:
-        """Return the columns of some types, by table."""
+    def byte_types(self, table: TableName) -> dict[str, str]:
+        """Return the columns of a table whose type the log does not show, with their types."""
         return {
-            name: {each.name: each.kind for each in columns if each.kind in kinds}
-            for name, columns in self.columns.items()
+            each.name: each.kind for each in self.columns.get(table, ()) if each.kind in BYTE_TYPES
         }
 
 
@@ -79,28 +114,78 @@ def look(mapping: CaptureMapping) -> Steps[Facts]:
     """Look at the server."""
     shown = yield Query("SELECT VERSION()")
     version = tuple(int(each) for each in re.findall(r"\d+", shown.rows[0][0])[:2])
-    settings = {}
-    if version >= _VERSION_MIN and "maria" in str(shown.rows[0][0]).lower():
-        names = ", ".join(f"@@global.{name}" for name in _FACTS)
-        found = yield Query(f"SELECT {names}")
-        settings = dict(zip(_FACTS, map(str, found.rows[0]), strict=True))
-    else:
-        version = (0, 0)
-    columns: dict[tuple[str, str], list[Column]] = {}
+    if version < _VERSION_MIN or "maria" not in str(shown.rows[0][0]).lower():
+        return Facts((0, 0))
+    names = ", ".join(f"@@global.{name}" for name in _FACTS)
+    found = yield Query(f"SELECT {names}")
+    settings = dict(zip(_FACTS, map(str, found.rows[0]), strict=True))
+    columns: dict[TableName, list[Column]] = {}
+    definitions: dict[TableName, str | None] = {}
+    others: dict[TableName, str] = {}
     for table in mapping.tables:
+        name = (table.schema, table.table)
         found = yield Query(
             "SELECT column_name, data_type, column_type, character_set_name "
             "FROM information_schema.columns WHERE table_schema = ? AND table_name = ? "
             "ORDER BY ordinal_position",
-            (table.schema, table.table),
+            name,
         )
-        if found.rows:
-            columns[table.schema, table.table] = [Column(*row) for row in found.rows]
+        if not found.rows:
+            continue
+        columns[name] = [Column(*row) for row in found.rows]
+        found = yield Query(
+            "SELECT table_type, table_schema, table_name FROM information_schema.tables "
+            "WHERE table_schema = ? AND table_name = ?",
+            name,
+        )
+        for kind, *stored in found.rows:
+            if kind not in _TABLES:
+                others[name] = f"it is a {kind}"
+            elif tuple(stored) != name:
+                others[name] = f"the server stores it as {'.'.join(stored)}: name it so"
+        if name not in others:
+            definitions[name] = yield from _definition(name)
+    view = _COLLATIONS if version >= _COLLATIONS_VERSION else "collations"
+    numbers = yield Query(f"SELECT id, character_set_name FROM information_schema.{view}")
+    collations = {int(number): str(charset) for number, charset in numbers.rows if number}
     grants = yield Query("SHOW GRANTS")
     rights = [row[0] for row in grants.rows if " ON *.* TO " in row[0]]
     replication = any(re.search(r"REPLICATION SLAVE[,\s]|ALL PRIVILEGES", each) for each in rights)
+    filters = yield from _filters()
     start = yield from _recorded(mapping.name)
-    return Facts(version, settings, columns, replication, start)
+    return Facts(
+        version,
+        settings,
+        columns,
+        definitions,
+        others,
+        collations,
+        filters,
+        replication,
+        start,
+    )
+
+
+def _definition(name: TableName) -> Steps[str | None]:
+    """Return what creates a table: unlike the views of keys, it needs no right but SELECT."""
+    quoted = ".".join(f"`{each.replace('`', '``')}`" for each in name)
+    try:
+        found = yield Query(f"SET STATEMENT sql_mode = '' FOR SHOW CREATE TABLE {quoted}")
+    except Exception as error:
+        if MARIADB.fault(error) in (Fault.DENIED, Fault.NO_TABLE):
+            return None
+        raise
+    return str(found.rows[0][1])
+
+
+def _filters() -> Steps[tuple[str, str] | None]:
+    try:
+        found = yield Query("SHOW MASTER STATUS")
+    except Exception as error:
+        if MARIADB.fault(error) is not Fault.DENIED:
+            raise
+        return None
+    return (found.rows[0][2], found.rows[0][3]) if found.rows else ("", "")
 
 
 def _recorded(name: str) -> Steps[str | None]:
@@ -180,6 +265,9 @@ def _forget(name: str) -> Steps[bool]:
 
 def needed(mapping: CaptureMapping, facts: Facts) -> list[Step]:
     """Return the steps without which a capture cannot run."""
+    if facts.version < _VERSION_MIN:
+        text = "a capture needs MariaDB 10.6 or newer, and not MySQL: upgrade the server"
+        return [Step(StepState.REFUSED, text)]
     return [*_server_steps(facts), *_table_steps(mapping, facts)]
 
 
@@ -198,12 +286,6 @@ def _steps(mapping: CaptureMapping, facts: Facts) -> list[Step]:
 
 
 def _server_steps(facts: Facts) -> Iterator[Step]:
-    if facts.version < _VERSION_MIN:
-        yield Step(
-            StepState.REFUSED,
-            "a capture needs MariaDB 10.6 or newer, and not MySQL: upgrade the server",
-        )
-        return
     for name, (shown, wanted) in _SETTINGS.items():
         found = facts.settings[name]
         if found == shown:
@@ -228,6 +310,13 @@ def _server_steps(facts: Facts) -> Iterator[Step]:
             "changes, and stops",
             f"SET GLOBAL binlog_expire_logs_seconds = {7 * _KEPT_S_MIN}",
         )
+    if facts.settings["slave_run_triggers_for_rbr"] == "YES":
+        yield Step(
+            StepState.REFUSED,
+            "slave_run_triggers_for_rbr is YES: what triggers change on this replica is not in its "
+            "binary log: let them run with LOGGING",
+            "SET GLOBAL slave_run_triggers_for_rbr = LOGGING",
+        )
     if facts.replication:
         yield Step(StepState.DONE, "the user may read the binary log")
     else:
@@ -241,23 +330,55 @@ def _server_steps(facts: Facts) -> Iterator[Step]:
 def _table_steps(mapping: CaptureMapping, facts: Facts) -> Iterator[Step]:
     for table in mapping.tables:
         name = f"{table.schema}.{table.table}"
-        columns = facts.columns.get((table.schema, table.table), ())
-        faults = list(_column_faults(table.key, columns))
+        faults = list(_faults(table, facts))
         if faults:
             yield Step(StepState.REFUSED, f"table {name}: {'; '.join(faults)}")
         else:
             yield Step(StepState.DONE, f"table {name}, key {', '.join(table.key)}")
+    yield from (each.step for each in gaps(mapping, facts))
 
 
-def _column_faults(key: Sequence[str], columns: Sequence[Any]) -> Iterator[str]:
-    if not columns:
+def gaps(mapping: CaptureMapping, facts: Facts) -> Iterator[Gap]:
+    """Yield the changes of tables that the binary log does not show."""
+    for table in mapping.tables:
+        definition = facts.definitions.get((table.schema, table.table))
+        if definition is not None:
+            yield from definition_gaps(table, definition)
+
+
+def changed(mapping: CaptureMapping, facts: Facts) -> list[str]:
+    """Return why a capture cannot go on after its tables were changed."""
+    found = refusals(each.step for each in gaps(mapping, facts))
+    for (schema, table), columns in facts.columns.items():
+        faults = list(_column_faults((), columns))
+        found += [f"table {schema}.{table}: {'; '.join(faults)}"] if faults else []
+    return found
+
+
+def _faults(table: CapturedTable, facts: Facts) -> Iterator[str]:
+    name = (table.schema, table.table)
+    if name not in facts.columns:
         yield "it does not exist, or this user may not read it: correct the name, or grant SELECT"
-        return
+    elif name in facts.others:
+        yield f"{facts.others[name]}, which the binary log has no rows of"
+    elif facts.definitions[name] is None:
+        yield "this user may not see its foreign keys: grant SELECT on the whole table"
+    else:
+        yield from _column_faults(table.key, facts.columns[name])
+    alone, without = facts.filters or ("", "")
+    if table.schema in without.split(",") or (alone and table.schema not in alone.split(",")):
+        yield (
+            "the server leaves its database out of the binary log: correct binlog_do_db and "
+            "binlog_ignore_db"
+        )
+
+
+def _column_faults(key: Sequence[str], columns: Sequence[Column]) -> Iterator[str]:
     missing = set(key) - {each.name for each in columns}
     if missing:
         yield f"it has no column {', '.join(sorted(missing))}, which the mapping's key names"
     for each in columns:
-        if _STRANGE.search(each.description):
+        if _STRANGE.search(each.description) or each.kind not in _KINDS:
             yield (
                 f"column {each.name} is stored as {each.description}, which a capture cannot read: "
                 "change it with ALTER TABLE … MODIFY"

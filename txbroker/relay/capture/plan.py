@@ -12,6 +12,7 @@ from txbroker.databases.database import Database
 from txbroker.databases.steps import Query, one
 from txbroker.databases.urls import from_url
 from txbroker.errors import needs
+from txbroker.relay.capture.conversion import Conversion
 from txbroker.relay.capture.mapping import TableMappings, read
 from txbroker.relay.capture.setup import CaptureSetup, Step
 from txbroker.relay.source import Source
@@ -25,7 +26,13 @@ _LEFT: dict[str, str] = {
 
 
 class CaptureSource(Source, Protocol):
-    """A source of changes."""
+    """A source of changes.
+
+    Attributes:
+        conversion: also counts what the source leaves out.
+    """
+
+    conversion: Conversion
 
     async def lag_bytes(self) -> int:
         """Return how much the database holds for it, about.
@@ -106,7 +113,7 @@ class Capture(Struct, frozen=True):
             query = "SELECT pg_current_wal_flush_lsn()::text"
             lsn = parse_lsn(await self._value(query))
             return lambda position: parse_lsn(decode(position)["lsn"]) >= lsn
-        from txbroker.relay.capture.binlog import includes
+        from txbroker.relay.capture.maria.binlog import includes
 
         gtids = await self._value("SELECT @@global.gtid_binlog_pos")
         return lambda position: includes(position, gtids)

@@ -128,6 +128,8 @@ class PostgresSource:
             self._system = await stream.open()
             slot = await self._free_slot()
             begin, last = await self._begin(position, stream, slot)
+            gaps = pgfacts.gaps_of_all(self._facts, self._mapping)
+            self.conversion.begin(each.step for each in gaps)
             await stream.start(slot.confirmed, self._slot, messages=self._mapping.emitted)
         except BaseException:
             await stream.close()
@@ -244,7 +246,9 @@ class PostgresSource:
         for each in pgposition.unseen(self._catalog, facts, self._mapping):
             if isinstance(each, str):
                 self._skip_or_stop(each)
-            elif each.accepted or self._skips_gaps:
+            elif each.accepted:
+                self.conversion.accept(each)
+            elif self._skips_gaps:
                 log.warning("capture skips a gap", capture=self._mapping.name, gap=each.step.text)
             else:
                 raise ConfigurationError(f"{self._database.name}: {each.step.text}")

@@ -17,7 +17,8 @@ from txbroker.door.consuming import ConsumingDoor
 from txbroker.door.delivering import WriterFenced
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, TxbrokerError
-from txbroker.metrics import Collector
+from txbroker.metrics import Collector, Samples
+from txbroker.relay.capture.conversion import LEFT_OUT, Conversion
 from txbroker.relay.capture.plan import Capture, CaptureSource
 from txbroker.relay.capture.setup import StepState
 from txbroker.relay.connections import open_door
@@ -35,7 +36,7 @@ _CHECK_S = 5.0
 
 
 class _CaptureFigures(RelayFigures):
-    """Also which position is in Kafka.
+    """Also which position is in Kafka, and what the source leaves out.
 
     Attributes:
         moved: is set whenever it has changed.
@@ -43,6 +44,7 @@ class _CaptureFigures(RelayFigures):
 
     def __init__(self) -> None:
         super().__init__(lambda: 1)
+        self.conversion: Conversion | None = None
         self.lag_bytes = 0
         self.position: bytes | None = None
         self.moved = asyncio.Event()
@@ -50,6 +52,14 @@ class _CaptureFigures(RelayFigures):
     def reached(self, position: bytes) -> None:
         self.position = position
         self.moved.set()
+
+    def samples(self) -> Samples:
+        found = dict(super().samples())
+        if self.conversion is not None:
+            left_out = self.conversion.left_out
+            found["accepted_gaps"] = {(): self.conversion.accepted_gaps}
+            found["left_out_total"] = {(reason,): left_out[reason] for reason in LEFT_OUT}
+        return found
 
 
 class RunningCapture:
@@ -94,6 +104,7 @@ class RunningCapture:
             name = self._capture.mapping.name
             source = await self._capture.source(**self._of_source)
             stack.push_async_callback(source.close)
+            self._figures.conversion = source.conversion
             door = await open_door(self._kafka, self._security, self._positions)
             stack.push_async_callback(door.close)
             await self._check_targets(door)

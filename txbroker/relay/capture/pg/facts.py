@@ -436,6 +436,12 @@ def gaps(wanted: CapturedTable, facts: Facts, mapping: CaptureMapping) -> Iterat
         yield Gap(wanted, "partitions", UNSENT, "leave truncate out of its operations")
 
 
+def gaps_of_all(facts: Facts, mapping: CaptureMapping) -> Iterator[Gap]:
+    """Yield changes of all tables that the WAL does not show."""
+    for each in mapping.tables:
+        yield from gaps(each, facts, mapping)
+
+
 def publication_problems(facts: Facts, mapping: CaptureMapping) -> Iterator[str]:
     """Yield what the publication does not send."""
     publication, name = facts.publication, name_of(mapping)

@@ -8,19 +8,21 @@ which it began, and so repeats: here a stream ends with the first lost connectio
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import socket
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
+from zlib import crc32
 
 import msgspec
 import pymysql
 from msgspec import Struct
 from pymysqlreplication import BinLogStreamReader
 from pymysqlreplication.event import (
+    ExecuteLoadQueryEvent,
     HeartbeatLogEvent,
     MariadbGtidEvent,
     NotImplementedEvent,
@@ -28,17 +30,23 @@ from pymysqlreplication.event import (
     RotateEvent,
     XidEvent,
 )
-from pymysqlreplication.row_event import DeleteRowsEvent, RowsEvent, UpdateRowsEvent, WriteRowsEvent
-from pymysqlreplication.table import Table
+from pymysqlreplication.row_event import (
+    DeleteRowsEvent,
+    RowsEvent,
+    TableMapEvent,
+    UpdateRowsEvent,
+    WriteRowsEvent,
+)
 
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.mariadb import MariaDB
 from txbroker.errors import ConfigurationError
-from txbroker.relay.capture.binlog_values import RowReader
-from txbroker.relay.capture.changes import Change, Operation, TransactionInfo
-
-TableName: TypeAlias = tuple[str, str]
-"""Database and table."""
+from txbroker.relay.capture.changes import CapturedTable, Change, Operation, TransactionInfo
+from txbroker.relay.capture.maria.charsets import Charsets
+from txbroker.relay.capture.maria.rows import RowReader, Unreadable
+from txbroker.relay.capture.maria.statements import Statement, read_statement, statement_gap
+from txbroker.relay.capture.mariadb_setup import Facts
+from txbroker.relay.capture.setup import Gap
 
 HEARTBEAT_S = 1.0
 """How often a server without events shows that it is alive."""
@@ -46,19 +54,23 @@ _SILENT_S = 30
 _STANDALONE, _PREPARED_XA = 1, 64
 """Flags of a GTID event."""
 _COMPRESSED = range(165, 172)
-"""Types of events that mysql-replication does not know, and would drop."""
+_LOST = 26
+_OF_FILES = (9, 11)
+"""Parts of `LOAD DATA` as a statement, which has an event of its own."""
+_IGNORABLE = 0x80
+"""Types and a flag of events that mysql-replication does not know, and would drop."""
+_HEADER_BYTES = 20
+_QUERY_BYTES = 13
+"""Before an event, and in a statement before its variables."""
 _PURGED, _DENIED, _SAME_ID = 1236, 1227, 4052
-_COMMENT = re.compile(r"/\*.*?\*/|(?:#|-- )[^\n]*", re.DOTALL)
-_TRUNCATE = re.compile(
-    r"\s*TRUNCATE\s+(?:TABLE\s+)?(?:(`[^`]+`|[^`.\s]+)\s*\.\s*)?(`[^`]+`|[^`.\s;]+)", re.IGNORECASE
-)
-_STATEMENT = re.compile(r"\s*(INSERT|UPDATE|DELETE|REPLACE|LOAD|CALL|SELECT|WITH|DO)\b", re.I)
 _EVENTS = (
     MariadbGtidEvent,
+    TableMapEvent,
     WriteRowsEvent,
     UpdateRowsEvent,
     DeleteRowsEvent,
     QueryEvent,
+    ExecuteLoadQueryEvent,
     XidEvent,
     RotateEvent,
     HeartbeatLogEvent,
@@ -114,12 +126,14 @@ class Position(Struct, frozen=True, omit_defaults=True):
         before: the same before it; "": it was the first of its domain.
         last: its GTID.
         time_s: of its commit, by the server's clock.
+        rows: digests of the captured tables' names, and of their rows in it; "": not known.
     """
 
     gtids: str
     before: str = ""
     last: str = ""
     time_s: int = 0
+    rows: str = ""
 
 
 class Committed(Struct, frozen=True, gc=False):
@@ -133,7 +147,11 @@ class Alive(Struct, frozen=True, gc=False):
     """The server is alive, and has nothing new."""
 
 
-Event: TypeAlias = "TransactionInfo | Change | Committed | Alive"
+class TablesChanged(Struct, frozen=True, gc=False):
+    """A statement may have changed the definition of a captured table."""
+
+
+Event: TypeAlias = "TransactionInfo | Change | Gap | TablesChanged | Committed | Alive"
 
 
 encode, _decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(Position).decode
@@ -152,24 +170,34 @@ class Binlog:
     """A connection that reads the binary log.
 
     Args:
-        tables: whose rows are wanted, with their columns of types that the log does not show.
+        tables: whose rows are wanted.
+        facts: of the server.
         position: where to begin; with `before` the last transaction is compared first.
+
+    Attributes:
+        facts: to be replaced after `TablesChanged`.
     """
 
     def __init__(
-        self, database: MariaDB, tables: Mapping[TableName, Mapping[str, str]], position: Position
+        self, database: MariaDB, tables: Sequence[CapturedTable], facts: Facts, position: Position
     ) -> None:
         self._name = database.name
         self._options = database.options
         self._tables = tables
+        self._wanted = {(each.schema, each.table) for each in tables}
+        self.facts = facts
+        self._charsets = Charsets(facts.collations, self._ask)
         self._compared = position if position.before else None
         """The position whose last transaction is to be read again first."""
         start = position.before or position.gtids
         self._position = gtids(start)
         self._connections: list[Any] = []
-        self._readers: dict[int, tuple[Table, RowReader | None]] = {}
+        self._readers: dict[int, RowReader] = {}
         self._ours = False
         """Whether the transaction has changed a wanted table."""
+        self._names = crc32(repr(sorted(self._wanted)).encode())
+        self._rows = 0
+        """Digest of the transaction's rows of wanted tables: a replica has the same."""
         self._stream = BinLogStreamReader(
             connection_settings={"read_timeout": _SILENT_S},
             # Another reader with the same number would end this one.
@@ -179,8 +207,8 @@ class Binlog:
             filter_non_implemented_events=False,
             auto_position=start,
             is_mariadb=True,
-            only_schemas={schema for schema, _ in tables},
-            only_tables={table for _, table in tables},
+            only_schemas={each.schema for each in tables},
+            only_tables={each.table for each in tables},
             # A table's number changes with its columns, until the server restarts: see `_rotated`.
             freeze_schema=True,
             slave_heartbeat=HEARTBEAT_S,
@@ -212,21 +240,22 @@ class Binlog:
             if kind is MariadbGtidEvent:
                 if info is not None:  # the end of a prepared XA transaction
                     yield from self._ended(info)
+                self._check_order(event.gtid)
                 flags = event.flags
                 info = TransactionInfo(
                     id=event.gtid,
                     time_ms=event.timestamp * 1000,
                     source={"kind": "mariadb"},
                 )
-                self._ours = False
+                self._ours, self._rows = False, 0
                 if self._compared is None:
                     yield info
-                else:
-                    self._compare(info, self._compared)
             elif kind is HeartbeatLogEvent:
                 yield Alive()
             elif kind is RotateEvent:
                 self._rotated()
+            elif kind is TableMapEvent:
+                self._describe(event)
             elif kind is NotImplementedEvent:
                 self._check_known(event)
             elif info is None:
@@ -234,16 +263,23 @@ class Binlog:
             elif kind is XidEvent:
                 yield from self._ended(info)
                 info = None
+            elif kind is ExecuteLoadQueryEvent:
+                if self._compared is None:
+                    yield statement_gap(self._tables, "LOAD DATA")
             elif kind is QueryEvent:
                 if self._compared is None:
                     yield from self._statement(event, info)
                 if flags & _STANDALONE or event.query in ("COMMIT", "ROLLBACK"):
                     yield from self._ended(info)
                     info = None
-            elif self._compared is None:
-                if flags & _PREPARED_XA:
+            else:
+                if flags & _PREPARED_XA and self._compared is None:
                     self._refuse_xa(event, info)
                 yield from self._changes(event)
+
+    def lost(self, error: Exception) -> ChangesLost:
+        """Return the error of changes that are lost."""
+        return ChangesLost(self._name, str(error))
 
     # --- the connection ----------------------------------------------------------------------
 
@@ -254,6 +290,15 @@ class Binlog:
         connection = pymysql.connect(**{**self._options, **options})
         self._connections.append(connection)
         return connection
+
+    def _ask(self, sql: str) -> str:
+        """Return the one value that a query finds."""
+        try:
+            with self._connections[1].cursor(pymysql.cursors.Cursor) as cursor:
+                cursor.execute(sql)
+                return str(cursor.fetchone()[0])
+        except (pymysql.MySQLError, OSError) as error:
+            raise DatabaseUnavailable(f"{self._name}: {error}") from error
 
     def _next(self) -> Any:
         try:
@@ -308,8 +353,13 @@ class Binlog:
 
     def _compare(self, info: TransactionInfo, position: Position) -> None:
         """Check that the first transaction is the last one of the position."""
-        if (info.id, info.time_ms) != (position.last, position.time_s * 1000):
+        names, rows = position.rows.partition("-")[0], self._digest()
+        same = not rows.startswith(f"{names}-") or rows == position.rows
+        if (info.id, info.time_ms) != (position.last, position.time_s * 1000) or not same:
             raise unknown_position(self._name, position.gtids)
+
+    def _digest(self) -> str:
+        return f"{self._names:x}-{self._rows:x}"
 
     def _ended(self, info: TransactionInfo) -> Iterator[Committed]:
         """Yield the end of a transaction, unless it was only compared."""
@@ -317,11 +367,28 @@ class Binlog:
         before = ",".join(self._position.values()) if domain in self._position else ""
         self._position[domain] = info.id
         if self._compared is not None:
+            self._compare(info, self._compared)
             self._compared = None
             return
         after = ",".join(self._position.values())
         place = Place(self._stream.log_file, self._stream.log_pos)
-        yield Committed(encode(Position(after, before, info.id, info.time_ms // 1000)), place)
+        position = Position(after, before, info.id, info.time_ms // 1000, self._digest())
+        yield Committed(encode(position), place)
+
+    def _check_order(self, gtid: str) -> None:
+        """Refuse a number that was set by hand: the server may have it twice, and so no place."""
+        domain, server, number = map(int, gtid.split("-"))
+        last = self._position.get(domain, "")
+        if (
+            self._compared is None
+            and last.startswith(f"{domain}-{server}-")
+            and number <= int(last.rpartition("-")[2])
+        ):
+            raise ChangesLost(
+                self._name,
+                f"transaction {gtid} follows {last} in the binary log, so that positions are not "
+                "unique: let no session set gtid_seq_no; SET GLOBAL gtid_strict_mode = ON",
+            )
 
     def _check_known(self, event: NotImplementedEvent) -> None:
         if event.event_type in _COMPRESSED:
@@ -330,9 +397,17 @@ class Binlog:
                 "the binary log has compressed events, which a capture cannot read: SET GLOBAL "
                 "log_bin_compress = OFF",
             )
+        if event.event_type == _LOST:
+            raise ChangesLost(self._name, "the server reports that its binary log lacks events")
+        if not (event.event_type in _OF_FILES or event.packet.flags & _IGNORABLE):
+            raise ChangesLost(
+                self._name,
+                f"the binary log has an event of type {event.event_type}, which a capture does not "
+                "know: report it",
+            )
 
     def _refuse_xa(self, event: RowsEvent, info: TransactionInfo) -> None:
-        if (event.schema, event.table) in self._tables:
+        if (event.schema, event.table) in self._wanted:
             raise ChangesLost(
                 self._name,
                 f"XA transaction {info.id} changes {event.schema}.{event.table}; whether it is "
@@ -340,76 +415,70 @@ class Binlog:
                 "it: use no XA transactions on captured tables",
             )
 
-    def _statement(self, event: QueryEvent, info: TransactionInfo) -> Iterator[Change]:
-        text = _COMMENT.sub(" ", event.query)
-        schema = event.schema.decode(errors="replace")
-        truncated = _TRUNCATE.match(text)
-        if truncated is not None:
-            named = truncated[1].strip("`") if truncated[1] else schema
-            if (named, truncated[2].strip("`")) in self._tables:
-                yield Change(named, truncated[2].strip("`"), "truncate")
-        elif text.startswith("ROLLBACK") and self._ours:
+    def _statement(self, event: QueryEvent, info: TransactionInfo) -> Iterator[Event]:
+        if event.query.startswith("ROLLBACK") and self._ours:
             raise ChangesLost(
                 self._name,
                 f"transaction {info.id} was rolled back in part, and the binary log has its rows, "
                 "because it also changed tables of engines without transactions: change them with "
                 "ALTER TABLE … ENGINE=InnoDB",
             )
-        elif _STATEMENT.match(text) and self._concerns(schema, text):
-            raise ChangesLost(
-                self._name,
-                f"transaction {info.id} is in the binary log as the statement "
-                f"{text.strip()[:60]!r}, not as rows: let no session change binlog_format",
-            )
+        found = self._read_statement(event)
+        for table in found.truncated:
+            yield Change(table.schema, table.table, "truncate")
+        yield from found.gaps
+        if found.defined:
+            yield TablesChanged()
 
-    def _concerns(self, schema: str, text: str) -> bool:
-        lower = text.lower()
-        return any(
-            schema == database or database.lower() in lower
-            for database, table in self._tables
-            if table.lower() in lower
-        )
+    def _read_statement(self, event: QueryEvent) -> Statement:
+        end = _HEADER_BYTES + event.event_size
+        before = _QUERY_BYTES + event.status_vars_length + event.schema_length + 1
+        raw = event.packet.packet.get_all_data()[_HEADER_BYTES + before : end]
+        decode = self._charsets.decoder(getattr(event, "character_set_client", 0))
+        try:
+            text = event.query if decode is None else decode(raw)
+        except ValueError:
+            text = event.query
+        schema = event.schema.decode(errors="replace")
+        if self.facts.settings["lower_case_table_names"] != "0":
+            text, schema = text.lower(), schema.lower()
+        return read_statement(text, schema, self._tables, getattr(event, "sql_mode", 0))
 
     def _changes(self, event: RowsEvent) -> Iterator[Change]:
-        reader = self._reader(event)
+        reader = self._readers.get(event.table_id)
         if reader is None:
             return
         self._ours = True
+        data = event.packet.packet.read_all()[: event.event_size - event.packet.read_bytes]
+        self._rows = crc32(data, self._rows)
+        if self._compared is not None:
+            return
         _check_whole(self._name, event)
-        schema, table, operation = event.schema, event.table, _OPERATIONS[type(event)]
+        change = partial(Change, event.schema, event.table, _OPERATIONS[type(event)])
         try:
-            rows = event.rows
-        except Exception as error:
-            raise self._unreadable(error) from error
-        read = reader.read
-        for row in rows:
-            if operation == "update":
-                yield Change(
-                    schema,
-                    table,
-                    operation,
-                    before=read(row["before_values"], row["before_none_sources"]),
-                    after=read(row["after_values"], row["after_none_sources"]),
-                )
-            else:
-                values = read(row["values"], row["none_sources"])
-                if operation == "insert":
-                    yield Change(schema, table, operation, after=values)
+            rows = reader.rows(data)
+            for row, fault in rows:
+                if type(event) is UpdateRowsEvent:
+                    after, more = next(rows, ({}, "the row after it is missing"))
+                    yield change(before=row, after=after, fault=_joined(fault, more))
+                elif type(event) is WriteRowsEvent:
+                    yield change(after=row, fault=fault)
                 else:
-                    yield Change(schema, table, operation, before=values)
+                    yield change(before=row, fault=fault)
+        except Unreadable as error:
+            yield change(fault=f"rows of its event cannot be read: {error}")
 
-    def _reader(self, event: RowsEvent) -> RowReader | None:
-        """Return the reader of a table's rows, None if they are not wanted."""
-        table = self._stream.table_map[event.table_id]
-        kept = self._readers.get(event.table_id)
-        if kept is None or kept[0] is not table:
-            byte_types = self._tables.get((table.schema, table.table))
-            reader = None
-            if byte_types is not None:
-                name = f"{table.schema}.{table.table}"
-                reader = RowReader(name, table.columns, byte_types)
-            self._readers[event.table_id] = kept = table, reader
-        return kept[1]
+    def _describe(self, event: TableMapEvent) -> None:
+        """Remember how to read the rows of a table, if they are wanted."""
+        name = (event.schema, event.table)
+        if name in self._wanted:
+            self._readers[event.table_id] = RowReader(
+                event, self.facts.byte_types(name), self._charsets
+            )
+
+
+def _joined(*faults: str) -> str:
+    return "; ".join(dict.fromkeys(filter(None, faults)))
 
 
 def _check_whole(name: str, event: RowsEvent) -> None:

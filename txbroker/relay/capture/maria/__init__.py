@@ -1,0 +1,1 @@
+"""MariaDB's binary log: statements, rows and values as text."""
