@@ -264,17 +264,22 @@ async def test_batches_with_single_failures(world: World, order: str) -> None:
         assert [v for v in done if int(v) % 2] == ["1", "3", "5", "7", "9"]
 
 
-async def test_batch_that_raises_fails_as_a_whole(world: World) -> None:
-    world.produce("1", "2", "3")
-    calls: list[list[int]] = []
+async def test_batch_that_raises_fails_no_other_message(world: World) -> None:
+    """Each message without a separate result is handled alone."""
+    world.produce("1", "bad", "2", "3")
+    calls: list[list[str]] = []
 
     async def handle(messages: list[ReceivedMessage]) -> None:
-        calls.append([message.attempt for message in messages])
-        messages[0].done()
-        if len(calls) == 1:
+        calls.append([f"{text(message)} {message.attempt}" for message in messages])
+        if text(messages[0]) == "1":
+            messages[0].done()
+        if "bad" in map(text, messages):
             raise BUG
 
-    async with world.running(handle, order="none", run={"batch": 3, "max_wait_s": 0.2}):
-        await world.commits(3)
-    assert calls[0] == [1, 1, 1]
-    assert sorted(attempt for call in calls[1:] for attempt in call) == [2, 2]
+    run = {"batch": 4, "max_wait_s": 0.2}
+    async with world.running(handle, order="none", on_failure="skip", run=run) as consumer:
+        await world.commits(4)
+        assert counted(consumer, "failed") == 3
+    assert calls[0] == ["1 1", "bad 1", "2 1", "3 1"]
+    assert sorted(calls[1:]) == [["2 2"], ["3 2"], ["bad 2"], ["bad 3"], ["bad 4"]]
+    assert world.values("dead") == ["bad"]

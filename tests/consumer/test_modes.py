@@ -60,8 +60,12 @@ async def test_at_most_once_loses_nothing_at_a_clean_stop(world: World, order: s
     assert sorted(seen, key=int) == NUMBERS, "each once"
 
 
-async def test_at_most_once_loses_at_most_what_was_admitted_in_a_crash(world: World) -> None:
-    world.produce(*NUMBERS)
+@pytest.mark.parametrize(("commit", "lost"), [(CommitPolicy(max_batch=3), 7), (None, 21)])
+async def test_at_most_once_loses_at_most_what_was_admitted_in_a_crash(
+    world: World, commit: CommitPolicy | None, lost: int
+) -> None:
+    numbers = [str(number) for number in range(40)]
+    world.produce(*numbers)
     release = asyncio.Event()
     seen: list[str] = []
 
@@ -69,10 +73,10 @@ async def test_at_most_once_loses_at_most_what_was_admitted_in_a_crash(world: Wo
         seen.append(text(message))
         await release.wait()
 
-    options: dict[str, Any] = {"mode": "at-most-once", "commit": CommitPolicy(max_batch=3)}
+    options: dict[str, Any] = {"mode": "at-most-once", "commit": commit}
     async with world.running(stuck, **options):
         await until(lambda: seen)
-        await until(lambda: world.committed()[0] == 7)
+        await until(lambda: world.committed()[0] == lost)
         for _ in range(5):
             await asyncio.sleep(0)
         crashed = dict(world.group.offsets)
@@ -80,7 +84,7 @@ async def test_at_most_once_loses_at_most_what_was_admitted_in_a_crash(world: Wo
     world.group.offsets = crashed
     handler = Handler()
     async with world.running(handler, **options):
-        await handler.does(*NUMBERS[7:])
+        await handler.does(*numbers[lost:])
     assert seen[0] == "0"
 
 

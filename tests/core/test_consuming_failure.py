@@ -57,9 +57,12 @@ def test_delays() -> None:
         ("none", None, Later(90_000), 0, None, RetryLater(15, 7200, "Later: again in 90000 s", -1)),
         ("none", "skip", BUG, 3, None, Bury(CAUSE)),
         ("none", "skip", Later(60), 0, None, RetryHere(60)),
-        ("none", "wait", BUG, 1000, None, RetryHere(0.1)),
-        ("partition", None, BUG, 1000, None, RetryHere(1)),
-        ("key", None, BUG, 1000, None, RetryHere(1)),
+        ("none", "wait", BUG, 1000, None, RetryHere(60)),
+        ("partition", None, BUG, 1000, None, RetryHere(60)),
+        *(
+            ("key", None, BUG, number, None, RetryHere(pause_s))
+            for number, pause_s in enumerate((1, 1, 2, 4, 8, 16, 32, 60, 60), 1)
+        ),
         ("key", "skip", BUG, 2, None, RetryHere(1)),
         ("key", "skip", BUG, 3, None, Bury(CAUSE)),
         ("key", "aside", BUG, 3, None, SetAside(CAUSE)),

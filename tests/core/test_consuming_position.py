@@ -10,8 +10,10 @@ import pytest
 from txbroker.core.consuming.position import (
     METADATA_LENGTH_MAX,
     ForeignMetadata,
+    Later,
     Metadata,
     Position,
+    Starts,
     decode_metadata,
     encode_metadata,
     is_newer_metadata,
@@ -112,6 +114,8 @@ def test_metadata_leave_out_last_ranges(step: int) -> None:
         ("txb1:1:ab:0:AQ==", False),  # half of a range
         ("txb1:1:ab:0:AQA=", False),  # empty range
         ("txb1:-1:ab:0:", False),
+        ("txb1:1:ab:0::", False),  # no later stages
+        ("txb1:1:ab:0:::1.2", False),  # half of a message's starts
         ("txb1:1:ab:0:\n", False),
         (" txb1:1:ab:0:", False),
         ("txb2:1:ab:0:", True),
@@ -122,6 +126,14 @@ def test_foreign_metadata(text: str, newer: bool) -> None:
     with pytest.raises(ForeignMetadata):
         decode_metadata(5, text)
     assert is_newer_metadata(text) is newer
+
+
+@pytest.mark.parametrize("starts", [Starts(), Starts(1), Starts(3, 10**12, 0), Starts(12, 0, 7)])
+@pytest.mark.parametrize("later", [None, Later(2), Later(1, ((3, 4),))])
+def test_starts(starts: Starts, later: Later | None) -> None:
+    metadata = Metadata(7, "ab", 3, ((9, 11),), later, starts)
+    text, left_out = encode_metadata(5, metadata)
+    assert (decode_metadata(5, text), left_out) == (metadata, 0)
 
 
 def test_no_metadata() -> None:

@@ -8,7 +8,14 @@ from collections import Counter
 
 import pytest
 
-from txbroker.core.consuming.queues import Lane, Order, PartitionQueue, Queues, lane_key_of
+from txbroker.core.consuming.queues import (
+    TURN,
+    Lane,
+    Order,
+    PartitionQueue,
+    Queues,
+    lane_key_of,
+)
 
 
 class Item:
@@ -18,7 +25,6 @@ class Item:
         self.key = key
         self.lane: Lane | None = None
         self.lane_key = lane_key_of(order, key)
-        self.again = False
 
     @property
     def name(self) -> tuple[int, object]:
@@ -207,12 +213,116 @@ def test_no_key_starves(workers: int) -> None:
     assert served[b"hot"] == 500
 
 
+class Load:
+    """A consumer under load: keys that always fail and are due at once, busy keys that never end,
+    and good messages, whose waits are measured.
+
+    Args:
+        calls_max: messages in flight.
+    """
+
+    def __init__(self, order: Order, partitions: int, calls_max: int) -> None:
+        self.rng = random.Random(1)
+        self.world = World(order, partitions)
+        self.calls_max = calls_max
+        self.ends: dict[Item, int] = {}
+        """When the call of each message in flight ends, in steps."""
+        self.takes = 0
+        self.bounds: dict[Item, int] = {}
+        """The number of takes by which each good message that can be taken has been."""
+        self.good = 0
+
+    def add(self, partition: int, kind: bytes) -> None:
+        keys = [b"%s%d" % (kind, self.rng.randrange(20)) for _ in range(10)]
+        for item in self.world.add(partition, *keys):
+            if kind == b"good":
+                self.measure(item)
+
+    def measure(self, item: Item) -> None:
+        """Note the bound of a message if it can be taken: one of four in its partition is of its
+        kind, and all others have their turn before this one."""
+        queue = self.world.partitions[item.partition]
+        is_new = item in queue.buffer
+        ahead = queue.buffer.index(item) if is_new else len(queue.continued)
+        if self.world.left[item.name][0] is item and self.world.takeable(item, None):
+            turns = TURN * (len(self.world.partitions) - 1) + 1
+            self.bounds[item] = self.takes + 4 * (ahead + 2) * turns
+
+    def step(self, number: int) -> None:
+        for partition, queue in enumerate(self.world.partitions):
+            if len(queue.buffer) < 20:
+                self.add(partition, self.rng.choice((b"bad", b"busy", b"good")))
+        while len(self.world.flying) < self.calls_max and (item := self.world.take()):
+            self.takes += 1
+            self.good += self.bounds.pop(item, None) is not None
+            self.ends[item] = number + self.rng.randrange(4)
+        for item in [item for item, at in self.ends.items() if at <= number]:
+            del self.ends[item]
+            if (item.key or b"").startswith(b"bad"):
+                self.world.put_back(item, float(number))
+                continue
+            self.world.settle(item)
+            if (item.key or b"").startswith(b"good") and self.world.order is Order.KEY:
+                for following in self.world.left[item.name][:1]:
+                    self.measure(following)
+        self.world.wake(float(number))
+        late = [item for item, bound in self.bounds.items() if self.takes > bound]
+        assert not late, f"{late} after {self.takes} messages"
+
+
+@pytest.mark.rule(33)
+@pytest.mark.parametrize("calls_max", [1, 64])
+@pytest.mark.parametrize("partitions", [1, 3])
+@pytest.mark.parametrize("order", [Order.KEY, Order.NONE])
+def test_good_messages_wait_for_one_round(order: Order, partitions: int, calls_max: int) -> None:
+    """Whatever fails and arrives beside them."""
+    load = Load(order, partitions, calls_max)
+    for number in range(6000 // calls_max):
+        load.step(number)
+    assert load.good > 20
+
+
+@pytest.mark.rule(33)
+def test_lanes_that_continue_leave_turns_to_new_messages() -> None:
+    world = World(Order.KEY)
+    world.add(0, *[b"a"] * 50, *[b"b"] * 50)
+    for item in world.take_all():
+        world.settle(item)
+    (new,) = world.add(0, b"new")
+    for _ in range(2):
+        if (taken := world.take()) is not new and taken is not None:
+            world.settle(taken)
+    assert taken is new
+
+
+@pytest.mark.rule(33)
+@pytest.mark.parametrize("slow", ["retries", "partition"])
+def test_slow_messages_leave_places_to_others(slow: str) -> None:
+    """All places are taken by retries, or by a partition: others get those that become free."""
+    world = World(Order.KEY, 2)
+    world.add(0, *[b"slow%d" % number for number in range(500)])
+    while (item := world.take()) and slow == "retries":
+        world.put_back(item, 1.0)
+    for other in list(world.flying):
+        world.settle(other)
+    world.add(0, *[b"more%d" % number for number in range(500 if slow == "partition" else 0)])
+    world.wake(1.0)
+    flying = [item for _ in range(64) if (item := world.take()) is not None]
+    others = world.add(0 if slow == "retries" else 1, *[b"%d" % n for n in range(200)])
+    world.settle(flying[0])
+    taken = [item for _ in range(200) if (item := world.take()) and not world.settle(item)]
+    assert sum(item in others for item in taken) > 190
+
+
 @pytest.mark.rule(33)
 def test_partitions_take_turns() -> None:
     world = World(Order.NONE, 2)
     world.add(0, *[None] * 500)
     world.add(1, *[None] * 500)
-    taken = [item.partition for _ in range(200) if (item := world.take()) is not None]
+    taken = []
+    while len(taken) < 200 and (item := world.take()) is not None:
+        taken.append(item.partition)
+        world.settle(item)
     assert 60 <= taken.count(1) <= 140
 
 

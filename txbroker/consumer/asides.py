@@ -129,6 +129,7 @@ class Parts:
         self.store = committer.store
         self.withdraw = committer.withdraw
         self.unavailable = committer.unavailable
+        self.flush = committer.flush
         self.fenced = committer.fenced
 
     def changed(self, work: Work, count: int = 1) -> None: ...

@@ -303,7 +303,7 @@ class Committer:
         while not (self._now.is_set() or self._refusals):
             left_s = self._policy.max_interval_s
             if self._dirty:
-                left_s += self._since_s - self._loop.time()
+                left_s = self._since_s + left_s - self._loop.time()
                 if left_s <= 0:
                     return
             with contextlib.suppress(TimeoutError):

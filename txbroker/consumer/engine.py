@@ -23,17 +23,23 @@ from txbroker.core.consuming.copies import (
 )
 from txbroker.core.consuming.failure import (
     FailurePolicy,
+    ProcessEnded,
 )
 from txbroker.core.consuming.queues import Lane, Order, Queues
 from txbroker.core.records import Record
 from txbroker.door.consuming import Copy, Partition
+from txbroker.error_text import safe_repr
+from txbroker.errors import KafkaUnavailable
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 SWEEP_S = 0.05
 """The time between looks at leases, delays, due times and timeouts."""
 _DRAIN, _LEASE, _REFUSED, _NOT_STORED = "drain", "lease", "refused", "not stored"
+_ALONE = "alone"
 """Reasons for which a partition is suspended."""
+_NOT_NOTED_PAUSE_S = 1.0
+"""Of a worker whose message could not be noted in the stored position."""
 
 
 class Holder:
@@ -179,6 +185,67 @@ class Pauses:
         self._resting.pop(work, None)
 
 
+class Alone:
+    """The message in flight of all partitions in which one may end the process.
+
+    Args:
+        in_flight: the messages of the engine, kept current by it.
+    """
+
+    def __init__(
+        self,
+        queues: Queues[ReceivedMessage],
+        works: Collection[Work],
+        in_flight: Mapping[ReceivedMessage, Holder],
+    ) -> None:
+        self._queues = queues
+        self._works = works
+        self._in_flight = in_flight
+        self.message: ReceivedMessage | None = None
+
+    def apply(self, work: Work) -> None:
+        """Hand out nothing of a new partition meanwhile."""
+        if work.is_suspect and self.message is not None:
+            self._queues.suspend(work.queue, _ALONE)
+
+    def begin(self, message: ReceivedMessage) -> None:
+        """Hand out no other message that may end the process."""
+        self.message, message.alone = message, True
+        for work in self._works:
+            if work.is_suspect:
+                self._queues.suspend(work.queue, _ALONE)
+
+    def end(self) -> None:
+        """Hand out the next one if the last one is not in flight any more."""
+        if self.message is not None and self.message not in self._in_flight:
+            self.message.work.note_handled(None)
+            self.message = None
+            for work in self._works:
+                self._queues.resume(work.queue, _ALONE)
+
+    async def note(self, holder: Holder) -> bool:
+        """Note the message in the stored position. Return whether its handler may be called now;
+        otherwise it was given back.
+
+        Args:
+            holder: of the message.
+        """
+        message = self.message
+        assert message is not None
+        engine, commits = message.work.engine, message.work.commits
+        if commits is not None:
+            message.work.note_handled(message)
+            commits.changed(message.work, 0)
+            try:
+                await commits.flush([message.work])
+            except KafkaUnavailable as error:
+                log.warning("positions not stored", error=safe_repr(error))
+                if self._in_flight.get(message) is holder:
+                    engine.give_back([message])
+                    await asyncio.sleep(_NOT_NOTED_PAUSE_S)
+        return self._in_flight.get(message) is holder
+
+
 class Engine:
     """The messages of all partitions of a consumer.
 
@@ -224,6 +291,7 @@ class Engine:
         self.abandon: Callable[[Collection[Holder]], None] = lambda _holders: None
         """Cancels the handlers of these holders; set by the workers."""
         self.suspensions = Suspensions(self._queues, self._works)
+        self.alone = Alone(self._queues, self._works, self._in_flight)
         self.stopping = False
         self.error: Exception | None = None
 
@@ -236,6 +304,7 @@ class Engine:
         self.suspensions.apply(work)
         if work.owner.draining:
             self._queues.suspend(work.queue, _DRAIN)
+        self.alone.apply(work)
 
     def remove(self, work: Work) -> None:
         """End with a partition, and with its released keys: its messages are dropped, the handlers
@@ -249,6 +318,7 @@ class Engine:
             self._pauses.forget(each)
             flying = [message for message in self._in_flight if message.work is each]
             self.abandon([self._in_flight.pop(message) for message in flying])
+        self.alone.end()
         self.waiting.wake()
 
     def _family(self, work: Work) -> list[Work]:
@@ -341,6 +411,12 @@ class Engine:
             if message.work.aside is not None and message.work.is_aside(message):
                 self._failures.set_aside(message, "an earlier message of its key is set aside")
                 continue
+            if message.work.starts.count and message.work.is_suspect:
+                if message.work.take_ended(message):
+                    error = ProcessEnded("the process ended while its handler was called")
+                    self._failures.fail(message, error)
+                    continue
+                self.alone.begin(message)
             self._in_flight[message] = holder
             if self.before:
                 message.work.unhandled.discard(message)
@@ -356,7 +432,7 @@ class Engine:
             after: the last message that the holder took.
         """
         work = after.work
-        if self.stopping or self.before or work.has_aside_keys:
+        if self.stopping or self.before or work.has_aside_keys or work.is_suspect:
             return []  # each message must be looked at
         found = self._queues.take_more(work.queue, holder, after, count)
         self._in_flight.update(dict.fromkeys(found, holder))
@@ -399,6 +475,8 @@ class Engine:
             if message.lane is not None and not self.before:
                 self._hold_followers(message, message.lane)
             self._failures.fail(message, error)
+        if self.alone.message is message:
+            self.alone.end()
         waiting = self.waiting
         if waiting.watchers:
             waiting.wake()
@@ -417,6 +495,7 @@ class Engine:
             self.handled += len(done)
             self._queues.settle_all(work.queue, done)
             self.settled(*done)
+        self.alone.end()
         self.waiting.wake()
 
     def _hold_followers(self, message: ReceivedMessage, lane: Lane) -> None:
@@ -446,6 +525,7 @@ class Engine:
                 self._queues.put_back(message.work.queue, message)
                 if self.before:
                     message.work.unhandled.add(message)
+        self.alone.end()
         self.waiting.wake()
 
     def end(self, message: ReceivedMessage, *, stored: bool = False) -> None:

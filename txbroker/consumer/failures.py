@@ -104,7 +104,7 @@ class Failures:
         if isinstance(verdict, SetAside) and work.aside_count >= KEYS_MAX:
             log.error("too many set-aside keys", partition=work.place, keys=KEYS_MAX)
             self._results.counts["aside_full"] += 1
-            verdict = RetryHere(REFUSED_PAUSE_S)
+            verdict = self._policy.wait(message.failures)
         if isinstance(verdict, RetryHere):
             message.attempt += 1
             due_s = self._loop.time() + verdict.delay_s

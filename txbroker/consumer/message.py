@@ -59,7 +59,7 @@ class ReceivedMessage(Struct, eq=False, gc=False):
     Attributes:
         attempt: 1 for the first call of a handler with it. A crash may lose counted attempts.
         stage: the handler's stages that are done.
-        alone: it is handled in a batch without others: one with it was rolled back.
+        alone: it is handled in a batch without others: a call with them failed.
         sessions_lost: connections to a database that ended while it was handled alone.
     """
 

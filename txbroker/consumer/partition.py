@@ -15,9 +15,11 @@ from txbroker.core.consuming.copies import Partition, Source, read_copy
 from txbroker.core.consuming.failure import DELAYS_S
 from txbroker.core.consuming.position import (
     METADATA_LENGTH_MAX,
+    NO_STARTS,
     Later,
     Metadata,
     Position,
+    Starts,
     encode_metadata,
 )
 from txbroker.core.consuming.queues import Order, PartitionQueue, lane_key_of
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 _OVERHEAD_BYTES = 300
 """Memory of a message beside its key, value and headers."""
 _HEADER_BYTES = 100
+_STARTS_FREE = 1
+"""Starts without a release and without progress, before messages are handled alone."""
 _FETCH_BYTES_MIN, _FETCH_BYTES_MAX = 16 << 10, 1 << 20
 
 
@@ -53,6 +57,13 @@ class Commits(Protocol):
     @property
     def fenced(self) -> Callable[[Work], None]:
         """Takes note that another owner has taken a partition over."""
+
+    async def flush(self, works: Collection[Work]) -> None:
+        """Store the positions and copies of partitions now.
+
+        Raises:
+            KafkaUnavailable: they are not stored, or it is unknown.
+        """
 
 
 class Flow(Protocol):
@@ -119,6 +130,17 @@ class Work:
         self._sent: set[StoredOffset] = set()
         """What may be stored: the newest position that certainly is, and later attempts."""
         self._token_steps = 0
+        self.starts = NO_STARTS
+        """Owners that ended without a release, as stored, then with this one."""
+        self._starts_before = NO_STARTS
+        self._starts_until = 0
+        """The low-water mark at which they no longer count."""
+        self._starts_left = 0
+        """The number of messages to handle alone."""
+        self.exits = False
+        """A handler of its messages wants the process to end: that counts as a killed one."""
+        self._ended: ReceivedMessage | None = None
+        """Its handler ended the process of an owner before; it is not done."""
         self.metadata_max = METADATA_LENGTH_MAX
         """How long metadata may be, characters."""
 
@@ -162,6 +184,72 @@ class Work:
         for message in messages if self.ahead else ():
             message.stage = int(message.record.offset in self.ahead)
         return messages
+
+    # --- starts ------------------------------------------------------------------------------
+
+    def begin_start(self, messages_max: int) -> None:
+        """Count this start, until the partition is released or messages are done.
+
+        Args:
+            messages_max: that owners before may have had in hand.
+        """
+        before = self._starts_before = self.starts
+        low = self.position.low
+        if low >= self.end:
+            return
+        self.starts = structs.replace(before, count=before.count + 1)
+        self._starts_left = messages_max
+        self._starts_until = min(self.end, low + messages_max) if self.is_suspect else low + 1
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a message may end the process: one is handled at a time, and noted before in the
+        stored position, so that the next owner knows it."""
+        return self.starts.count > _STARTS_FREE
+
+    def take_ended(self, message: ReceivedMessage) -> bool:
+        """Return True once if the process ended while an owner before handled this message."""
+        if self._ended is not None or self.starts.offset != message.record.offset:
+            return False
+        self._ended = message
+        message.failures = self.starts.failures
+        message.attempt += message.failures
+        return True
+
+    def note_handled(self, message: ReceivedMessage | None) -> None:
+        """Take note of the message that is handled alone; None: no longer."""
+        count, ended = self.starts.count, self._ended
+        if message is not None:
+            self.starts = Starts(count, message.record.offset, message.failures)
+            return
+        if self.exits:
+            return
+        self._starts_left -= 1
+        # It may end the process again before it is handled alone again.
+        self.starts = Starts(count)
+        if ended is not None:
+            self.starts = Starts(count, ended.record.offset, ended.failures - 1)
+
+    def end_start(self) -> bool:
+        """This owner releases the partition: its start does not count. Return whether that has to
+        be stored."""
+        if self.exits:
+            return False
+        before = self._starts_before.count
+        changed = self.starts.count > before
+        self.starts = structs.replace(self.starts, count=min(self.starts.count, before))
+        return changed
+
+    def _forget_starts(self) -> None:
+        """Count no starts before messages that are done."""
+        ended, position = self._ended, self.position
+        if ended is not None and not position.undone([ended.record.offset]):
+            self._ended, self.starts = None, Starts(self.starts.count)
+        passed = position.low >= self._starts_until or self._starts_left <= 0
+        if passed and self._ended is None:
+            self.starts = self._starts_before = NO_STARTS
+
+    # --- positions ---------------------------------------------------------------------------
 
     def _copy(self, record: Record) -> ReceivedMessage:
         message, failed = read_copy(record) or (record, None)
@@ -242,9 +330,11 @@ class Work:
             if ahead := position.undone(self.ahead.union(ahead_too)):
                 later = Later(position.low, position.ranges())
                 position = position.with_done(ahead)
+        if self.starts.count:
+            self._forget_starts()
         token = self.token + self._token_steps
-        ranges = position.ranges()
-        return position.low, Metadata(token, self.topic_id, self.aside_count, ranges, later)
+        ranges, aside = position.ranges(), self.aside_count
+        return position.low, Metadata(token, self.topic_id, aside, ranges, later, self.starts)
 
     def stored(
         self,

@@ -180,6 +180,7 @@ def _take_over(work: Work, stored: StoredOffset | None, identity: TopicIdentity 
         # Offsets expire: above any token that was given out before.
         metadata = Metadata(round(time.time() * 1000))
     work.token = metadata.token + 1
+    work.starts = metadata.starts
     work.topic_id = identity.id.hex() if identity is not None else metadata.topic_id
     if stored is not None and metadata.later is None:
         work.position = Position(stored.offset, metadata.ranges)

@@ -293,6 +293,8 @@ class Reader:
             # Another owner may have moved the positions: in a new generation the commit would
             # move them back.
             return
+        for work in works if not self._options.before else ():
+            work.begin_start(self._options.commit.max_batch)
         if await self._store.commit({work.place: work.stored() for work in works}):
             raise CommitFenced("another consumer has taken partitions over meanwhile")
         self._committer.try_again()
@@ -367,7 +369,7 @@ class Reader:
         """Finish with revoked partitions, store their positions, then let others have them."""
         await self._drain(works)
         failpoint("consumer.drained")
-        await self._committer.flush_finally(works, self._options.drain_s)
+        await self._flush(works)
         failpoint("consumer.flushed")
         if losses == self._losses:
             await self._revoked(works)
@@ -375,6 +377,13 @@ class Reader:
             failpoint("consumer.released")
         self._releasing.difference_update(work.place for work in works)
         self._news.set()
+
+    async def _flush(self, works: Sequence[Work]) -> None:
+        """Store the final positions."""
+        for work in works:
+            if work.end_start():
+                self._committer.changed(work, 0)
+        await self._committer.flush_finally(works, self._options.drain_s)
 
     async def _give_up(self, works: Sequence[Work], losses: int) -> None:
         """Let others have partitions, once no round with them is in flight: it would be stored in
@@ -433,7 +442,7 @@ class Reader:
             self._fetcher.remove(work.place)
             self._engine.interrupt(work)
         try:
-            await self._committer.flush_finally(works, self._options.drain_s)
+            await self._flush(works)
             await self._background.wait(self._options.drain_s)
             await self._revoked(works)
         finally:

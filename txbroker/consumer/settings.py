@@ -37,6 +37,9 @@ _MODES = ("at-least-once", "at-most-once", "exactly-once")
 AnyStore: TypeAlias = InFile | InDatabase | InKafka | PositionStore
 GROUP_NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{GROUP_NAME_MAX}}}")
 TRANSACTION_S, TRANSACTION_MESSAGES = 0.1, 1000
+UNHANDLED = 10
+"""At most once: messages of a partition whose position is stored at once. A crash loses twice as
+many, so the default is small."""
 DONE_ROWS = 10_000
 """Messages that are done in a database, after which a round deletes their rows: rarely, as a round
 and the handlers' transactions wait for each other."""
@@ -66,14 +69,16 @@ class ConsumerOptions(TypedDict, total=False):
     """Calls of the handler before `on_failure` applies; 3 by default."""
     on_failure: Literal["retry", "wait", "skip", "aside"] | None
     """What follows after that. `retry` (order `none`, its default): 16 growing delays, then the
-    dead-letter topic. `wait` (default with an order): attempts go on. `skip`: the dead-letter
-    topic. `aside`: the message and all later ones of its key are kept until an operator releases
-    them."""
+    dead-letter topic. `wait` (default with an order): attempts go on, with growing pauses. `skip`:
+    the dead-letter topic. `aside`: the message and all later ones of its key are kept until an
+    operator releases them."""
     retry_interval_s: float | None
-    """Between local attempts, 0.01 to 30 seconds; by default 0.1 without order, else 1."""
+    """Between local attempts, 0.01 to 30 seconds; by default 0.1 without order, else 1. `wait`
+    doubles it after them, up to 60."""
     commit: CommitPolicy
-    """When positions are stored. In a database, where results hold them, 10,000 messages by
-    default."""
+    """When positions are stored. `max_batch` is 1,000 messages by default; at most once 10, as a
+    crash loses up to twice as many of each partition; in a database, where results hold positions,
+    10,000."""
     store: AnyStore | None
     """Where positions are kept. `InDatabase(…)` and `InKafka()`: with the results of the handler,
     exactly once. `InFile(…)`: without a group. A `PositionStore`: your own."""
@@ -250,6 +255,8 @@ class ConsumerSettings(Struct, frozen=True, kw_only=True):
     def _commit_policy(self) -> CommitPolicy:
         if isinstance(self.store, InDatabase):
             return self.commit or CommitPolicy(max_batch=DONE_ROWS)
+        if self.at_most_once:
+            return self.commit or CommitPolicy(max_batch=UNHANDLED)
         commit = self.commit or CommitPolicy()
         if not isinstance(self.store, InKafka):
             return commit

@@ -166,7 +166,10 @@ async def take(
         raise
     finally:
         holder.collecting = False
-    return [each for each in messages if engine.in_flight.get(each) is holder]
+    found = [each for each in messages if engine.in_flight.get(each) is holder]
+    if found and found[0] is engine.alone.message and not await engine.alone.note(holder):
+        return await take(engine, count, max_wait_s, holder)
+    return found
 
 
 async def iterate(
@@ -377,6 +380,10 @@ class _Worker(Holder):
                 await engine.wait()
                 began_s = time()
                 continue
+            if argument is engine.alone.message:
+                if not await engine.alone.note(self):
+                    continue
+                engine.now_s = time()
             self.since_s = now_s = engine.now_s
             if exact and not batch:
                 self.reports = {}  # results count once they are stored
@@ -388,6 +395,9 @@ class _Worker(Holder):
             except (KeyboardInterrupt, SystemExit) as raised:
                 # Raised again by `run`: in a task it would end the event loop at once.
                 self.exit = raised
+                if isinstance(raised, SystemExit):
+                    for message in argument if batch else [argument]:
+                        message.work.exits = True
                 engine.stop()
                 return
             except Exception as raised:
@@ -400,8 +410,6 @@ class _Worker(Holder):
             ended = self.task.cancelling() > 0
             if isinstance(error, asyncio.CancelledError) and (ended or interrupted):
                 engine.cancelled(argument if batch else [argument], self)
-            elif exact and batch:
-                self._finish_transaction(argument, error)
             elif batch or self.reports or isinstance(error, RolledBack):
                 self._finish_batch(argument if batch else [argument], error)
             else:
@@ -417,32 +425,14 @@ class _Worker(Holder):
         self.reports = {}
         return await take(self._engine, self._options.batch, self._options.max_wait_s, self)
 
-    def _finish_transaction(
-        self, messages: Sequence[ReceivedMessage], error: BaseException | None
-    ) -> None:
-        """Take the result of a batch whose results are stored together, or not at all.
-
-        If it fails, the failure policy would meet messages that did not fail: each that did, or
-        may have, is handled alone.
-        """
-        reports = self.reports or {}
-        if len(messages) == 1 or error is None:
-            self._finish_batch(messages, error)
-            return
-        self.reports = None
-        if not isinstance(error, RolledBack):
-            log.warning("batch rolled back", messages=len(messages), error=safe_repr(error))
-        for message in messages:
-            result = reports.get(message, error)
-            if result is not None and not isinstance(result, RolledBack):
-                message.alone = True
-                message.attempt += 1
-        self._engine.give_back([m for m in messages if self._engine.in_flight.get(m) is self])
-
     def _finish_batch(
         self, messages: Sequence[ReceivedMessage], error: BaseException | None
     ) -> None:
         """Take the result of a batch: a message without a separate result has that of the call.
+
+        The error of a call with several messages may be that of one of them. Those without a
+        separate result are handled alone, so that no failure counts against another message; so
+        are, exactly once, those that were reported as failed, as nothing of the batch is stored.
 
         After a message that failed, later ones of its lane are handled again, after it; nothing is
         with at most once.
@@ -451,18 +441,28 @@ class _Worker(Holder):
         if error is None and not (reports or self.outputs):
             self._engine.finish_all(messages, self)
             return
-        exact = self._options.results is not None
+        exact, before = self._options.results is not None, self._engine.before
+        divided = error is not None and len(messages) > 1 and not before
+        if divided and error is not None and not isinstance(error, RolledBack):
+            log.warning("batch divided", messages=len(messages), error=safe_repr(error))
         failed: list[tuple[ReceivedMessage, BaseException]] = []
         again: list[ReceivedMessage] = []
         lanes = set()
         for message in messages:
-            result = reports.get(message, error)
-            if result is None and (exact or isinstance(error, RolledBack)):
-                result = error  # exactly once `message.done()` stores nothing
             if self._engine.in_flight.get(message) is not self:
                 continue
+            result = reports.get(message, error)
+            if divided and (exact or message not in reports):
+                if result is not None and not isinstance(result, RolledBack):
+                    message.alone = True
+                    message.attempt += 1
+                again.append(message)
+                lanes.add(message.lane)
+                continue
+            if result is None and (exact or isinstance(error, RolledBack)):
+                result = error  # exactly once `message.done()` stores nothing
             follows = message.lane is not None and message.lane in lanes
-            if isinstance(result, RolledBack) or (follows and not self._engine.before):
+            if isinstance(result, RolledBack) or (follows and not before):
                 again.append(message)
             elif result is not None:
                 failed.append((message, result))

@@ -15,7 +15,7 @@ from operator import itemgetter
 import msgspec
 from msgspec import Struct
 
-from txbroker.core.consuming.position import Later, Metadata, Position
+from txbroker.core.consuming.position import NO_STARTS, Later, Metadata, Position, Starts
 from txbroker.databases.dialect import Dialect, Fault, TransactionGone
 from txbroker.databases.steps import Query, Steps
 from txbroker.databases.tables import ASIDE, DONE, POSITION
@@ -322,8 +322,9 @@ _ADVANCE = (
 
 def _position_values(low: int, metadata: Metadata) -> tuple[str | int | None, ...]:
     later = metadata.later
+    starts = f" {metadata.starts}" if metadata.starts.count else ""
     return (
-        metadata.topic_id,
+        f"{metadata.topic_id}{starts}",
         low,
         json.dumps(list(metadata.ranges)),
         None if later is None else later.low,
@@ -352,7 +353,9 @@ def _claimed(row: Sequence[object], rows: Sequence[int]) -> Claimed:
             raise ValueError(f"later_next {later_low} is above next {low}")
     else:  # whether later stages followed the done rows is unknown
         later = Later(low, _ranges(ranges, low)) if rows else None
-    metadata = Metadata(owner_before, str(topic_id), 0, tuple(position.ranges()), later)
+    topic, _, text = str(topic_id).partition(" ")
+    starts = Starts.parse(text) if text else NO_STARTS
+    metadata = Metadata(owner_before, topic, 0, tuple(position.ranges()), later, starts)
     return Claimed(position.low, metadata, rows)
 
 

@@ -13,7 +13,7 @@ from tests.kit.results import ORDERS, PLACE, Booking, Lost, Shop, execute
 from tests.kit.until import until
 from txbroker import failpoints
 from txbroker.consumer import CommitPolicy, ReceivedMessage
-from txbroker.core.consuming.position import Metadata
+from txbroker.core.consuming.position import Metadata, Starts
 from txbroker.databases.steps import Query, Result, run
 
 NEVER = CommitPolicy(max_interval_s=60.0)
@@ -61,6 +61,15 @@ def test_claim_raises_the_token_before_it_reads(shop: Shop) -> None:
 
     run(shop.positions.claim([PLACE], 7), execute)
     assert sent == ["INSERT", "SELECT", "SELECT"]
+
+
+def test_starts_are_stored_with_the_position(shop: Shop) -> None:
+    for starts in (Starts(2, 17, 1), Starts(3), Starts()):
+        token = shop.claim() + 1
+        position = (5, Metadata(token, "ab", starts=starts))
+        assert shop.transact(shop.positions.save(PLACE, position, [], lower=True))
+        found = shop.transact(shop.positions.claim([PLACE], 1))[PLACE]
+        assert found.metadata == position[1]
 
 
 @pytest.mark.parametrize("order", ["key", "none"])

@@ -13,6 +13,8 @@ from txbroker.errors import ConfigurationError
 DELAYS_S = (10, 30, *range(60, 660, 60), 1200, 1800, 3600, 7200)
 """The 16 delays between attempts, seconds: step N is partition N of the retry topic."""
 RETRY_INTERVAL_MIN_S, RETRY_INTERVAL_MAX_S = 0.01, 30.0
+_WAIT_MAX_S = 60.0
+"""The longest pause before another attempt: a handler that was mended is called again within it."""
 _INTERVAL_S = {Order.NONE: 0.1, Order.PARTITION: 1.0, Order.KEY: 1.0}
 
 
@@ -43,11 +45,16 @@ class Reject(Exception):
         self.reason = str(reason)
 
 
+class ProcessEnded(Exception):
+    """The process ended while the handler of this message was called, and of no other one that may
+    have ended it."""
+
+
 class OnFailure(StrEnum):
     """What follows after the local attempts.
 
     RETRY: 16 growing delays in the retry topic, then the dead-letter topic. Order `none` only.
-    WAIT: attempts go on for ever.
+    WAIT: attempts go on for ever, with growing pauses.
     SKIP: dead-letter topic.
     ASIDE: the message and all later ones of its key are kept in order in the aside topic.
     """
@@ -101,7 +108,7 @@ class FailurePolicy(Struct, frozen=True):
     Attributes:
         on_failure: None: every failed message is dropped (at most once).
         local_attempts_max: calls of the handler before `on_failure` applies.
-        interval_s: between them, seconds.
+        interval_s: between them, seconds. `wait` doubles it after them, up to 60.
     """
 
     on_failure: OnFailure | None
@@ -128,16 +135,24 @@ class FailurePolicy(Struct, frozen=True):
             fits = [n for n, delay_s in enumerate(DELAYS_S) if delay_s >= error.seconds]
             later = fits[0] if fits else len(DELAYS_S) - 1
             return RetryLater(later, DELAYS_S[later], cause, -1 if step is None else step)
-        if failures < self.local_attempts_max or self.on_failure is OnFailure.WAIT:
+        if failures < self.local_attempts_max:
             return RetryHere(self.interval_s)
+        if self.on_failure is OnFailure.WAIT:
+            return self.wait(failures)
         if self.on_failure is OnFailure.ASIDE and step is None:
             return SetAside(cause)
-        if self.on_failure is not OnFailure.RETRY:
-            return Bury(cause)
+        if self.on_failure is not OnFailure.RETRY or isinstance(error, ProcessEnded):
+            return Bury(cause)  # each delay would end the process again
         following = 0 if step is None else step + 1
         if following >= len(DELAYS_S):
             return Bury(cause)
         return RetryLater(following, DELAYS_S[following], cause, following)
+
+    def wait(self, failures: int) -> RetryHere:
+        """Return the pause after the local attempts: each is twice the one before, so that messages
+        that fail for long take few of the calls."""
+        doublings = min(max(0, failures - self.local_attempts_max + 1), 30)
+        return RetryHere(min(_WAIT_MAX_S, self.interval_s * 2**doublings))
 
 
 def _text(error: BaseException) -> str:

@@ -25,8 +25,9 @@ _NAME = "txb"
 _FORMAT = f"{_NAME}1"
 _FIELDS = re.compile(
     rf"{_FORMAT}:([0-9]{{1,18}}):([0-9a-f]*):([0-9]{{1,9}}):([A-Za-z0-9_=-]*)"
-    r"(?::([A-Za-z0-9_=-]+))?"
+    r"(?::([A-Za-z0-9_=-]*)(?::([0-9.]+))?)?"
 )
+_STARTS = re.compile(r"([0-9]{1,9})(?:\.([0-9]{1,18})\.([0-9]{1,9}))?")
 
 Ranges = Sequence[tuple[int, int]]
 """Ranges of offsets as `(first, end)`, ascending, not adjacent; `end` is not included."""
@@ -171,6 +172,40 @@ class Position:
         return sorted(self._ends.items())
 
 
+class Starts(Struct, frozen=True):
+    """Owners of a partition that ended without releasing it, as a killed process does.
+
+    Attributes:
+        count: how many in a row began, since messages were done.
+        offset: of the message whose handler was called while no other one was; -1: none.
+        failures: of this message, before.
+    """
+
+    count: int = 0
+    offset: int = -1
+    failures: int = 0
+
+    def __str__(self) -> str:
+        if self.offset < 0:
+            return str(self.count)
+        return f"{self.count}.{self.offset}.{self.failures}"
+
+    @classmethod
+    def parse(cls, text: str) -> Starts:
+        """Return what `str` wrote.
+
+        Raises:
+            ValueError: it did not.
+        """
+        match = _STARTS.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} are no starts")
+        return cls(*(int(each) for each in match.groups() if each is not None))
+
+
+NO_STARTS = Starts()
+
+
 class Metadata(Struct, frozen=True):
     """The metadata of an offset.
 
@@ -180,6 +215,7 @@ class Metadata(Struct, frozen=True):
         aside: number of set-aside keys.
         ranges: done ranges above the offset.
         later: offsets whose later stages are done, too; None: the same ones.
+        starts: owners that ended without a release.
     """
 
     token: int
@@ -187,6 +223,7 @@ class Metadata(Struct, frozen=True):
     aside: int = 0
     ranges: Ranges = ()
     later: Later | None = None
+    starts: Starts = NO_STARTS
 
 
 class Later(NamedTuple):
@@ -210,13 +247,16 @@ def encode_metadata(
     head = f"{_FORMAT}:{metadata.token}:{metadata.topic_id}:{metadata.aside}:"
     later = metadata.later
     low = b"" if later is None else _varint(offset - later.low)
-    room = (length_max - len(head) - len(_base64(low)) - 1) // 4 * 3
+    tail = f":{metadata.starts}" if metadata.starts.count else ""
+    room = (length_max - len(head) - len(tail) - len(_base64(low)) - 1) // 4 * 3
     data, left_out = _encode_ranges(offset, metadata.ranges, room)
     text = head + _base64(data)
     if later is not None:
         data, _left_out = _encode_ranges(later.low, later.ranges, room - len(data) - 3)
         text += f":{_base64(low + data)}"
-    return text, left_out
+    elif tail:
+        text += ":"
+    return text + tail, left_out
 
 
 def _encode_ranges(end: int, ranges: Ranges, room: int) -> tuple[bytes, int]:
@@ -246,16 +286,17 @@ def decode_metadata(offset: int, text: str) -> Metadata | None:
     match = _FIELDS.fullmatch(text)
     if match is None:
         raise ForeignMetadata(text)
-    token, topic_id, aside, encoded, encoded_later = match.groups()
+    token, topic_id, aside, encoded, encoded_later, starts = match.groups()
     try:
         ranges = _decode_ranges(offset, list(_numbers(urlsafe_b64decode(encoded))))
         later = None
-        if encoded_later is not None:
+        if encoded_later or (encoded_later is not None and starts is None):
             before, *numbers = _numbers(urlsafe_b64decode(encoded_later))
             later = Later(offset - before, _decode_ranges(offset - before, numbers))
+        begun = Starts.parse(starts) if starts is not None else NO_STARTS
     except ValueError:
         raise ForeignMetadata(text) from None
-    return Metadata(int(token), topic_id, int(aside), ranges, later)
+    return Metadata(int(token), topic_id, int(aside), ranges, later, begun)
 
 
 def _decode_ranges(at: int, numbers: Sequence[int]) -> Ranges:

@@ -1,9 +1,14 @@
 """Which message is handled next: in offset order, and one at a time of each lane.
 
-A lane is what keeps its order: a key, a partition, or, without order, each message alone. Messages
-are taken in offset order; one whose lane is busy waits in the lane. When the lane is free, its next
-message is taken before new ones, and lanes take turns after every message, so that no key starves
-another one.
+A lane is what keeps its order: a key, a partition, or, without order, each message alone. A
+partition has three kinds of messages that can be handled, each first in, first out: new ones in
+offset order, the next ones of lanes that continue, and retries of lanes whose first message failed.
+A new message whose lane is busy waits in the lane.
+
+Partitions take turns, and so do the kinds within a partition. So a message waits at most for the
+messages before it of its kind, and one round of the others (`TURN`), whatever fails or arrives
+meanwhile. What has more than its share of the messages in flight, as slow handlers have, gets the
+shortest turn: a partition one message, the retries one after `TURN` others.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ class Item(Protocol):
 
 
 M = TypeVar("M", bound=Item)
-_TURN = 64
+TURN = 64
 """Messages that are taken from one partition before the next one; a batch is not divided."""
 _WHOLE = ""
 """The lane of all messages of a partition."""
@@ -47,7 +52,18 @@ _FREE: Any = object()
 class Lane:
     """Messages that are handled one after another."""
 
-    __slots__ = ("blocked", "delayed", "holder", "in_flight", "key", "queue", "waiting")
+    __slots__ = (
+        "blocked",
+        "delayed",
+        "failed",
+        "holder",
+        "in_flight",
+        "key",
+        "listed",
+        "queue",
+        "retrying",
+        "waiting",
+    )
 
     def __init__(self, queue: PartitionQueue[Any], key: Hashable) -> None:
         self.queue = queue
@@ -58,6 +74,12 @@ class Lane:
         """Who has the messages in flight, and may take more of them."""
         self.delayed = False
         self.blocked = False
+        self.failed = False
+        """Its first message is a retry."""
+        self.retrying = False
+        """Its message in flight is a retry."""
+        self.listed = False
+        """Its partition knows that it continues."""
 
 
 class PartitionQueue(Generic[M]):
@@ -71,8 +93,10 @@ class PartitionQueue(Generic[M]):
         message in flight and nothing else, as in most lanes."""
         self.alone: set[Lane] = set()
         """Lanes of messages that are alone in any case, and were put back."""
-        self.held: list[Lane] = []
-        """Lanes that were ready while the partition was suspended."""
+        self.continued: deque[Lane] = deque()
+        """Lanes whose next message can be given out."""
+        self.retries: deque[Lane] = deque()
+        """The same, of lanes whose first message failed."""
         self.suspended: set[str] = set()
         """Reasons for which no message is given out."""
         self.full = False
@@ -80,6 +104,40 @@ class PartitionQueue(Generic[M]):
         self.removed = False
         self.listed = False
         self.taken = 0
+        """Messages that were taken in this turn."""
+        self.in_flight = 0
+        self.retrying = 0
+        """Retries in flight."""
+        self.new_next = False
+        """A lane continued: a new message is next."""
+        self.others = 0
+        """Messages since the last retry, while retries wait."""
+
+    @property
+    def has_new(self) -> bool:
+        """Whether messages may be given out that have waited in no lane."""
+        return bool(self.buffer) and not self.full
+
+    def next_lane(self) -> Lane | None:
+        """Return the lane that continues, or whose retry is due, with the next message; None if
+        there is none, or a new message is next."""
+        while True:
+            # Slow calls that fail would soon have all places in flight.
+            others_min = 1 if self.retrying * 2 <= self.in_flight else TURN
+            others_wait = self.continued or self.has_new
+            if self.retries and not (others_wait and self.others < others_min):
+                lanes, self.others = self.retries, 0
+            elif self.continued and not (self.new_next and self.has_new):
+                lanes, self.new_next = self.continued, True
+                self.others += 1
+            else:
+                self.new_next = False
+                self.others += 1
+                return None
+            lane = lanes.popleft()
+            lane.listed = False
+            if lane.waiting and not (lane.in_flight or lane.delayed or lane.blocked):
+                return lane
 
     def heads(self) -> list[M]:
         """Return the first message of the buffer and of each lane."""
@@ -93,14 +151,14 @@ class Queues(Generic[M]):
 
     def __init__(self) -> None:
         self._round: deque[PartitionQueue[M]] = deque()
-        self._ready: deque[Lane] = deque()
+        self._in_flight = 0
         self._delayed: list[tuple[float, int, Lane]] = []
         self._numbers = itertools.count()
 
     @property
     def more(self) -> bool:
         """Whether there may be another message to take."""
-        return bool(self._ready or self._round)
+        return bool(self._round)
 
     @property
     def delayed(self) -> int:
@@ -113,7 +171,9 @@ class Queues(Generic[M]):
         self._list(queue)
 
     def _list(self, queue: PartitionQueue[M]) -> None:
-        if queue.buffer and not (queue.listed or queue.full or queue.suspended or queue.removed):
+        if queue.listed or queue.suspended or queue.removed:
+            return
+        if queue.continued or queue.retries or queue.has_new:
             queue.listed = True
             self._round.append(queue)
 
@@ -125,35 +185,40 @@ class Queues(Generic[M]):
             holder: takes several messages: a lane that it occupies already gives it more.
             more: it has taken some: the turn of their partition is not over.
         """
-        ready = self._ready
-        while ready:
-            lane = ready.popleft()
-            if lane.waiting and not (lane.in_flight or lane.delayed or lane.blocked):
-                if lane.queue.suspended:
-                    lane.queue.held.append(lane)
-                    continue
-                return self._start(lane, lane.waiting.popleft(), holder)
-        # Hot path: a message that is alone in its lane needs no more than two look-ups.
         round_ = self._round
         while round_:
             queue = round_[0]
-            if queue.taken >= _TURN and not more:
+            over = queue.taken >= TURN or queue.in_flight * len(round_) > self._in_flight
+            if over and queue.taken and not more:
                 queue.taken = 0
                 round_.rotate(-1)
                 queue = round_[0]
-            if not (queue.full or queue.suspended or queue.removed):
-                buffer, lanes = queue.buffer, queue.lanes
-                while buffer:
-                    message = buffer.popleft()
-                    key = message.lane_key
-                    if key is not None:
-                        if lanes.get(key, _FREE) is not _FREE or holder is not None:
-                            if not self._join(queue, message, holder):
-                                continue
-                        else:
+            if not (queue.suspended or queue.removed):
+                message = None
+                if (queue.continued or queue.retries) and (lane := queue.next_lane()) is not None:
+                    message = self._start(lane, lane.waiting.popleft(), holder)
+                elif not queue.full:
+                    # Hot path: a message that is alone in its lane needs two look-ups.
+                    buffer, lanes = queue.buffer, queue.lanes
+                    while buffer:
+                        message = buffer.popleft()
+                        key = message.lane_key
+                        if key is None:
+                            break
+                        if lanes.get(key, _FREE) is _FREE and holder is None:
                             lanes[key] = None
+                            break
+                        if self._join(queue, message, holder):
+                            break
+                        message = None
+                if message is not None:
                     queue.taken += 1
+                    queue.in_flight += 1
+                    self._in_flight += 1
                     return message
+                if queue.continued or queue.retries:
+                    continue  # all new messages wait in lanes
+            queue.taken = 0
             round_.popleft().listed = False
         return None
 
@@ -173,14 +238,15 @@ class Queues(Generic[M]):
                 found.append(waiting.popleft())
                 found[-1].lane = lane
             lane.in_flight += len(found)
-        if self._ready or queue.full or queue.suspended or queue.removed:
-            return found
+        others = queue.continued or queue.retries or queue.full or queue.suspended or queue.removed
         buffer = queue.buffer
-        while buffer and len(found) < count:
+        while buffer and not others and len(found) < count:
             message = buffer.popleft()
             if message.lane_key is None or self._join(queue, message, holder):
                 found.append(message)
         queue.taken += len(found)
+        queue.in_flight += len(found)
+        self._in_flight += len(found)
         return found
 
     def _continues(self, lane: Lane, holder: object) -> bool:
@@ -197,7 +263,7 @@ class Queues(Generic[M]):
             self._start(lane, message, holder)
             return True
         lane = self._lane(queue, key)
-        if holder is not None and lane.holder is holder and not lane.waiting:
+        if holder is not None and not lane.waiting and self._continues(lane, holder):
             lane.in_flight += 1
             message.lane = lane
             return True
@@ -206,10 +272,12 @@ class Queues(Generic[M]):
 
     def _lane(self, queue: PartitionQueue[M], key: Hashable) -> Lane:
         """Return the lane of a message in flight."""
-        lane = queue.lanes.get(key)
+        lane = queue.lanes.get(key) if key is not None else None
         if lane is None:
-            lane = queue.lanes[key] = Lane(queue, key)
+            lane = Lane(queue, key)
             lane.in_flight = 1
+            if key is not None:
+                queue.lanes[key] = lane
         return lane
 
     def _start(self, lane: Lane, message: M, holder: object) -> M:
@@ -217,11 +285,17 @@ class Queues(Generic[M]):
             lane.queue.alone.discard(lane)
         lane.in_flight = 1
         lane.holder = holder
+        lane.retrying, lane.failed = lane.failed, False
+        lane.queue.retrying += lane.retrying
         message.lane = lane
         return message
 
     def settle(self, queue: PartitionQueue[M], message: M) -> None:
         """End the flight of a message: its lane continues."""
+        if queue.removed:
+            return
+        queue.in_flight -= 1
+        self._in_flight -= 1
         lane = message.lane
         if lane is None:
             key = message.lane_key
@@ -239,42 +313,50 @@ class Queues(Generic[M]):
     def settle_all(self, queue: PartitionQueue[M], messages: Iterable[M]) -> None:
         """`settle` for messages that one holder took together."""
         for message in messages:
-            if (lane := message.lane) is None:
+            if (lane := message.lane) is None or queue.removed:
                 self.settle(queue, message)
                 continue
             message.lane = None
+            queue.in_flight -= 1
+            self._in_flight -= 1
             lane.in_flight -= 1
             if not lane.in_flight:
                 self._continue(lane)
 
     def _continue(self, lane: Lane) -> None:
+        """Let a lane without messages in flight give the next one."""
+        queue = lane.queue
         lane.holder = None
-        if lane.queue.removed or lane.delayed or lane.blocked:
+        queue.retrying -= lane.retrying
+        lane.retrying = False
+        if queue.removed or lane.delayed or lane.blocked:
             return
-        if lane.waiting:
-            self._ready.append(lane)
-        elif lane.queue.lanes.get(lane.key) is lane:
-            del lane.queue.lanes[lane.key]
+        if lane.waiting and not lane.listed:
+            lane.listed = True
+            (queue.retries if lane.failed else queue.continued).append(lane)
+            self._list(queue)
+        elif not lane.waiting and queue.lanes.get(lane.key) is lane:
+            del queue.lanes[lane.key]
 
     def delay(self, queue: PartitionQueue[M], message: M, due_s: float) -> None:
-        """Put a message back to the front of its lane, which continues with it at `due_s`."""
-        lane = self.put_back(queue, message)
-        lane.delayed = True
+        """Put a message that failed back to the front of its lane, which continues with it at
+        `due_s`."""
+        lane = self._to_front(queue, message)
+        lane.delayed = lane.failed = True
         heapq.heappush(self._delayed, (due_s, next(self._numbers), lane))
+        self.settle(queue, message)
 
-    def put_back(self, queue: PartitionQueue[M], message: M) -> Lane:
+    def put_back(self, queue: PartitionQueue[M], message: M) -> None:
         """Put a message back to the front of its lane."""
-        if message.lane is None and message.lane_key is None:
-            lane = Lane(queue, None)
-            queue.alone.add(lane)
-            lane.waiting.append(message)
-            self._ready.append(lane)
-            return lane
+        self._to_front(queue, message)
+        self.settle(queue, message)
+
+    def _to_front(self, queue: PartitionQueue[M], message: M) -> Lane:
         lane = message.lane or self._lane(queue, message.lane_key)
         if lane.key is None:
             queue.alone.add(lane)
         lane.waiting.appendleft(message)
-        self.settle(queue, message)
+        message.lane = lane
         return lane
 
     def take_back(self, queue: PartitionQueue[M], message: M) -> None:
@@ -306,9 +388,11 @@ class Queues(Generic[M]):
         queue.removed = True
         queue.lanes.clear()
         queue.alone.clear()
-        queue.held.clear()
+        queue.continued.clear()
+        queue.retries.clear()
         queue.buffer.clear()
-        self._ready = deque(lane for lane in self._ready if lane.queue is not queue)
+        self._in_flight -= queue.in_flight
+        queue.in_flight = 0
         self._delayed = [entry for entry in self._delayed if entry[2].queue is not queue]
         heapq.heapify(self._delayed)
 
@@ -319,10 +403,7 @@ class Queues(Generic[M]):
     def resume(self, queue: PartitionQueue[M], reason: str) -> None:
         """Give out messages of a partition again unless it is suspended for another reason."""
         queue.suspended.discard(reason)
-        if not queue.suspended:
-            self._list(queue)
-            self._ready.extend(queue.held)
-            queue.held.clear()
+        self._list(queue)
 
     def fill(self, queue: PartitionQueue[M], *, full: bool) -> None:
         """Give out no message of a partition that has waited in no lane yet; or do again."""
