@@ -79,9 +79,8 @@ def read_answer(body: bytes, id: str, messages_max: int | None = None) -> Answer
     """
     try:
         fields = _fields(body)
-        if "id" in fields and _value(fields["id"], "id") not in (None, id):
-            raise _Malformed("the answer names another transaction")
         decision = _decision(fields.get("decision"))
+        _check_id(fields.get("id"), id)
         if decision is Decision.COMMIT:
             return Answered(
                 decision, None, _messages(fields.get("messages"), messages_max), str(decision)
@@ -115,6 +114,14 @@ def _value(raw: msgspec.Raw, name: str) -> object:
         return decode_scalar(raw)
     except (ValueError, RecursionError):
         raise _Malformed(f"{name} of the answer is malformed") from None
+
+
+def _check_id(raw: msgspec.Raw | None, id: str) -> None:
+    """Refuse an answer without the question's id: anything that answers at the URL may decide."""
+    if raw is None:
+        raise _Malformed("the answer does not name the transaction: add the question's id")
+    if _value(raw, "id") != id:
+        raise _Malformed("the answer names another transaction")
 
 
 def _decision(raw: msgspec.Raw | None) -> Decision:

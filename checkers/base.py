@@ -57,9 +57,18 @@ class Answered(Struct, frozen=True):
 
 
 class Unreached(Struct, frozen=True):
-    """The question certainly reached no instance: the attempt is given back."""
+    """The question reached no instance, or was refused there: the attempt is given back.
+
+    Attributes:
+        ask_again_s: an instance cannot find the answer out now, for example because its database
+            does not answer, and asks for another question after this many seconds.
+        lasting: another question would not change it: the instance has no check function, or there
+            is no further instance and no check URL.
+    """
 
     detail: str
+    ask_again_s: float | None = None
+    lasting: bool = False
 
 
 class Unclear(Struct, frozen=True):
@@ -108,7 +117,7 @@ class Channel(Protocol):
     endpoint: str
     """For the marker and the timeline: a URL, or `session INSTANCE`."""
     instance: str
-    """The SDK instance that it reaches; "" for a check URL, which has no instances to avoid."""
+    """The SDK instance that it reaches; "" for a check URL."""
 
     def ask(self, call: CheckCall, timeout_s: float) -> "asyncio.Future[CheckResult]":
         """Ask, once. The question has been handed to the socket when this returns.
@@ -135,7 +144,7 @@ class Finder(Protocol):
 
         Args:
             prefer: the instance to use if it can be asked.
-            avoid: instances that did not take the question.
+            avoid: instances that are not to be asked, preferred or not; "" is the check URL.
         """
 
 

@@ -175,6 +175,7 @@ class HttpChecks:
             policy.check_url,
             secret=secret,
             answer_bytes_max=policy.answer_bytes_max or ANSWER_BYTES_DEFAULT,
+            signed_answers=bool(policy.signed_answers),
         )
 
     async def acquire(
@@ -184,6 +185,7 @@ class HttpChecks:
         *,
         secret: bytes | None = None,
         answer_bytes_max: int = ANSWER_BYTES_DEFAULT,
+        signed_answers: bool = False,
     ) -> "HttpChannel | Unreached":
         """Return a connected channel, or why there is none. Sends nothing of a question."""
         try:
@@ -200,6 +202,7 @@ class HttpChecks:
             endpoint=policies.without_query(url),
             answer_bytes_max=answer_bytes_max,
             messages_max=self._limits.messages_max,
+            signed_answers=signed_answers,
         )
         return HttpChannel(self, key, connection, request, secret, self._now_s)
 
@@ -306,6 +309,7 @@ class _Request(Struct, frozen=True):
     endpoint: str
     answer_bytes_max: int
     messages_max: int | None
+    signed_answers: bool
 
 
 class HttpChannel:
@@ -340,9 +344,9 @@ class HttpChannel:
             exchange = self._send(answers.question(call), answers.webhook_id(call), headers)
         except NotSent as error:
             return already(Unreached(str(error)))
-        return asyncio.get_running_loop().create_task(self._result(exchange, call.id, timeout_s))
+        return asyncio.get_running_loop().create_task(self._result(exchange, call, timeout_s))
 
-    async def _result(self, exchange: Exchange, id: str, timeout_s: float) -> CheckResult:
+    async def _result(self, exchange: Exchange, call: CheckCall, timeout_s: float) -> CheckResult:
         result: CheckResult | None = None
         try:
             async with asyncio.timeout(timeout_s):
@@ -365,7 +369,23 @@ class HttpChannel:
         except NoAnswer as error:
             return result or Unclear(str(error))
         self._reusable = exchange.reusable
-        return answers.read_answer(body, id, self._request.messages_max)
+        why = self._signature_flaw(call, head.headers, body)
+        if why:
+            return Unclear(f"the answer is not signed as the group requires: {why}")
+        return answers.read_answer(body, call.id, self._request.messages_max)
+
+    def _signature_flaw(
+        self, call: CheckCall, given: Iterable[tuple[bytes, bytes]], body: bytes
+    ) -> str:
+        """Return why an answer is not signed as the group requires, "" if it is."""
+        if not self._request.signed_answers:
+            return ""
+        if self._secret is None:
+            return "no secret is registered"
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in given}
+        if headers.get(signing.ID_HEADER) not in (None, answers.webhook_id(call)):
+            return f"{signing.ID_HEADER} is not that of the question"
+        return signing.flaw(self._secret, headers, body, now_s=self._now_s())
 
     async def test(self, group: str, timeout_s: float) -> int | Unreached | Unclear:
         """Send a test call; return its answer's status, or why there is none.
@@ -407,12 +427,7 @@ class HttpChannel:
             *more,
         ]
         if self._secret is not None:
-            timestamp_s = int(self._now_s())
-            headers += [
-                (signing.ID_HEADER, id),
-                (signing.TIMESTAMP_HEADER, str(timestamp_s)),
-                (signing.SIGNATURE_HEADER, signing.sign(self._secret, id, timestamp_s, body)),
-            ]
+            headers += signing.headers(self._secret, id, int(self._now_s()), body)
         exchange = Exchange(self._connection, request.answer_bytes_max)
         exchange.send(request.target, headers, body)
         return exchange

@@ -8,11 +8,13 @@ session it cannot (`Unreached`); if the connection breaks it may have (`Unclear`
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
 
 import msgspec
+import structlog
 from msgspec import Struct
 
 from txbroker.checkers import base
@@ -31,8 +33,11 @@ from txbroker.checkers.groups import Groups
 from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.sessions import SessionChannel, SessionRegistry
 from txbroker.contract.frames import FRAME_BYTES_MAX
+from txbroker.contract.policy import without_query
 from txbroker.core.records import Decision, Message
 from txbroker.net.tls import ClientTls
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
 
 LEASE_S = 10.0
 """How long a session is held without a question, seconds. A marker takes milliseconds; a longer
@@ -88,6 +93,7 @@ class AskAnswer(Struct, frozen=True):
     ask_again_s: float | None = None
     messages: tuple[Message, ...] | None = None
     detail: str = ""
+    lasting: bool = False
 
 
 class GroupsConnected(Struct, frozen=True):
@@ -107,8 +113,11 @@ def to_answer(result: CheckResult) -> AskAnswer:
         return AskAnswer(
             "answered", result.decision, result.ask_again_s, result.messages, result.detail
         )
-    kind = "unreached" if isinstance(result, Unreached) else "unclear"
-    return AskAnswer(kind, detail=result.detail)
+    if isinstance(result, Unreached):
+        return AskAnswer(
+            "unreached", None, result.ask_again_s, detail=result.detail, lasting=result.lasting
+        )
+    return AskAnswer("unclear", detail=result.detail)
 
 
 def from_answer(answer: AskAnswer) -> CheckResult:
@@ -116,7 +125,9 @@ def from_answer(answer: AskAnswer) -> CheckResult:
     detail = base.shortened(answer.detail)
     if answer.outcome == "answered" and answer.decision is not None:
         return Answered(answer.decision, answer.ask_again_s, answer.messages, detail)
-    return Unreached(detail) if answer.outcome == "unreached" else Unclear(detail)
+    if answer.outcome == "unreached":
+        return Unreached(detail, answer.ask_again_s, answer.lasting)
+    return Unclear(detail)
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -270,7 +281,8 @@ class PeerSessions:
         """
         why = f"no instance of group {group} is connected to another proxy"
         request = LeaseRequest(group, prefer, only, tuple(avoid))
-        for url in self._candidates(request):
+        candidates = self._candidates(request)
+        for url in candidates:
             try:
                 async with asyncio.timeout(TAKE_S):
                     return await self._take(url, request)
@@ -280,7 +292,7 @@ class PeerSessions:
                 why = f"the proxy at {url}: {error}"
             # The cached view of that proxy is out of date; its next answer renews it.
             self._drop_cached(url, request)
-        return Unreached(base.shortened(why))
+        return Unreached(base.shortened(why), lasting=not candidates)
 
     def has(self, group: str, instance: str) -> bool:
         """Return True if another proxy is known to have this instance."""
@@ -417,6 +429,24 @@ class GroupFinder:
         self._http = http
         self._peers = peers
 
+    def warn_of_both(self, group: str) -> None:
+        """Log that a group has a check URL beside instances with a check function.
+
+        The URL decides for instances that died, so it must find out the truth as they do. Signed
+        answers come from the group's service: there is no warning.
+        """
+        policy = self._groups.policies.get(group)
+        connected = self._sessions.askable(group)
+        if policy is None or policy.check_url is None or policy.signed_answers or not connected:
+            return
+        log.warning(
+            "check URL beside instances",
+            group=group,
+            url=without_query(policy.check_url),
+            why="it decides for instances that died: remove the URL if it is not the same service, "
+            "or register it with signed_answers",
+        )
+
     def at_hand(self, group: str, prefer: str) -> Channel | None:
         """Return a channel to a session on this proxy; None if another proxy's comes first."""
         peers = self._peers
@@ -429,10 +459,19 @@ class GroupFinder:
         self, group: str, prefer: str, avoid: Collection[str] = ()
     ) -> Channel | Unreached:
         """Return a channel to a session, else to the check URL, else why there is none."""
-        return await self._session(group, prefer, avoid) or await self._check_url(group)
+        found = await self._session(group, prefer, avoid)
+        policy = self._groups.policies.get(group)
+        if not isinstance(found, Unreached):
+            return found
+        if policy is None or policy.check_url is None or "" in avoid:
+            return Unreached(self._why_unreached(group), lasting=found.lasting)
+        return await self._http.acquire_for(group, policy)
 
-    async def _session(self, group: str, prefer: str, avoid: Collection[str]) -> Channel | None:
-        peers = self._peers
+    async def _session(
+        self, group: str, prefer: str, avoid: Collection[str]
+    ) -> Channel | Unreached:
+        """Return a channel to a session, or an `Unreached` that is lasting if there is none."""
+        peers, known = self._peers, False
         if prefer and prefer not in avoid:
             session = self._sessions.acquire_instance(group, prefer)
             if session is not None:
@@ -441,17 +480,16 @@ class GroupFinder:
                 lease = await peers.acquire(group, prefer, only=True)
                 if not isinstance(lease, Unreached):
                     return lease
+                known = not lease.lasting
         session = self._sessions.acquire(group, prefer, avoid)
-        if session is not None or peers is None:
+        if session is not None:
             return session
-        lease = await peers.acquire(group, prefer, avoid=avoid)
-        return None if isinstance(lease, Unreached) else lease
-
-    async def _check_url(self, group: str) -> Channel | Unreached:
-        policy = self._groups.policies.get(group)
-        if policy is None or policy.check_url is None:
-            return Unreached(self._why_unreached(group))
-        return await self._http.acquire_for(group, policy)
+        if peers is not None:
+            lease = await peers.acquire(group, prefer, avoid=avoid)
+            if not isinstance(lease, Unreached):
+                return lease
+            known = known or not lease.lasting
+        return Unreached("", lasting=not (known or self._sessions.has(group, avoid)))
 
     def _why_unreached(self, group: str) -> str:
         why = f"no instance of group {group} is connected"

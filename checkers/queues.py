@@ -24,6 +24,7 @@ class QueuedCheck:
         has_slot: it counts as a call in flight.
         era: the group's, when the check left the queue.
         began_s: when an instance was looked for, later when it was asked, on the loop's clock.
+        in_vain: the instances that brought no decision in this attempt; "" is the check URL.
     """
 
     owner: CheckOwner
@@ -36,6 +37,7 @@ class QueuedCheck:
     has_slot: bool = False
     era: int = 0
     began_s: float = 0.0
+    in_vain: tuple[str, ...] = ()
     channel: Channel = field(init=False)
     call: CheckCall = field(init=False)
     endpoint: str = field(init=False)

@@ -13,7 +13,7 @@ import logging
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -21,6 +21,7 @@ import structlog
 from msgspec import Struct, structs
 
 from txbroker import tracing
+from txbroker.checkers.attempts import AskedInVain, combined, in_vain
 from txbroker.checkers.base import (
     Answered,
     AttemptRequest,
@@ -123,6 +124,7 @@ class CheckRunner:
         self.outcomes = CheckOutcomes()
         self._groups: dict[str, GroupQueue] = {}
         self._checks: dict[tuple[CheckOwner, str], QueuedCheck] = {}
+        self._in_vain = AskedInVain()
         self._all = CallBudget("", limits.first_calls_max, limits.parallel_total_max)
         self._shares: dict[str, CallBudget] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -193,6 +195,7 @@ class CheckRunner:
 
         A call in flight ends on its own, and its answer is dropped.
         """
+        self._in_vain.forget(owner)
         dropped = [check for check in self._checks.values() if check.owner is owner]
         for check in dropped:
             check.forgotten = True
@@ -304,10 +307,11 @@ class CheckRunner:
 
     def _acquire_channel(self, check: QueuedCheck) -> None:
         """Get a channel for a check, at once if none must be waited for."""
-        try:
-            channel = self._finder.at_hand(check.group.name, check.prefer)
-        except Exception:
-            channel = None  # `_find` calls the finder again, and logs its failure
+        channel = None
+        if not self._in_vain.of(check.owner, check.id):
+            # If this fails, `_find` calls the finder again, and logs it.
+            with suppress(Exception):
+                channel = self._finder.at_hand(check.group.name, check.prefer)
         if channel is None:
             self._spawn(self._find(check))
         else:
@@ -436,12 +440,14 @@ class CheckRunner:
         """Take the answers of one iteration of the event loop."""
         failpoint("check.answered")
         self._release(answered)
-        ended: list[QueuedCheck] = []
+        now_s, ended = asyncio.get_running_loop().time(), []
         for check in answered:
-            result = check.result
-            if isinstance(result, Unreached) and check.channel.instance:
-                self._spawn(self._ask_others(check, result))
+            instance, result = check.channel.instance, check.result
+            check.in_vain = (instance,) if in_vain(result) else ()
+            if check.in_vain and instance and now_s < _ask_until_s(check, result):
+                self._spawn(self._ask_others(check))
             else:
+                check.result = combined(check.call, [(check.endpoint, result)])
                 ended.append(check)
         self._pass_on(ended)
 
@@ -455,6 +461,7 @@ class CheckRunner:
         )
         for check in checks:
             result, group = check.result, check.group
+            self._in_vain.note(check.owner, check.id, check.in_vain)
             ended[group, outcome_of(result)].append(check)
             if isinstance(result, Unreached):
                 self._failed(group, check.era, result.detail)
@@ -500,57 +507,72 @@ class CheckRunner:
             self._reporting -= len(run) if freed else 0
             self._finish(run, again=again)
 
-    async def _ask_others(self, check: QueuedCheck, result: CheckResult) -> None:
-        """Ask other instances of a group after one that did not take the question.
+    async def _ask_others(self, check: QueuedCheck) -> None:
+        """Ask other instances of a group after one that brought no decision.
 
-        It is the same attempt, as it has reached no instance yet, and it ends no later: another
-        instance is found within half of its time, and has the rest of it to answer. The result
-        names the endpoint that was asked last.
+        It is the same attempt, and it ends no later. The result names the endpoint that was asked
+        last.
         """
-        loop, call, channel = asyncio.get_running_loop(), check.call, check.channel
-        until_s = check.began_s + call.timeout_s
-        find_until_s = until_s - call.timeout_s / 2
-        refused: set[str] = set()
+        loop, call, channel, result = (
+            asyncio.get_running_loop(),
+            check.call,
+            check.channel,
+            check.result,
+        )
+        ends_s = check.began_s + call.timeout_s
+        asked = [(check.endpoint, result)]
         try:
-            while isinstance(result, Unreached) and channel.instance and loop.time() < find_until_s:
-                refused.add(channel.instance)
+            while in_vain(result) and channel.instance:
+                until_s = max(_ask_until_s(check, each) for _, each in asked)
                 try:
-                    async with asyncio.timeout_at(find_until_s):
-                        other = await self._acquire(check, refused)
+                    async with asyncio.timeout_at(until_s):
+                        other = await self._acquire(check, check.in_vain)
                 except TimeoutError:
                     break
                 if isinstance(other, Unreached):
-                    result = Unreached(shortened(f"{result.detail}; {other.detail}"))
+                    asked.append(("", other))
                     break
                 channel = other
                 try:
                     # Nothing is awaited from this test until the question is handed to the socket.
-                    if not check.wanted:
+                    if not check.wanted or channel.instance in check.in_vain:
                         break
-                    answer = ask(channel, structs.replace(call, timeout_s=until_s - loop.time()))
+                    answer = ask(channel, structs.replace(call, timeout_s=ends_s - loop.time()))
                     # Raises only if this task itself is cancelled.
                     await asyncio.gather(answer, return_exceptions=True)
                     result = result_of(call, answer)
                 finally:
                     _release(check, channel)
-                # The attempt's marker names the first endpoint.
-                detail = shortened(f"{channel.endpoint}: {result.detail}")
-                result = structs.replace(result, detail=detail)
+                asked.append((channel.endpoint, result))
+                check.in_vain = (*check.in_vain, channel.instance) if in_vain(result) else ()
+            check.result = combined(call, asked)
         except Exception as error:
-            result = fault(call, error)
-        check.endpoint, check.result = channel.endpoint, result
+            check.result = fault(call, error)
+        check.endpoint = channel.endpoint
         self._pass_on([check])
 
     async def _acquire(
         self, check: QueuedCheck, avoid: Collection[str] = ()
     ) -> Channel | Unreached:
+        """Get a channel to an instance that was not asked in this attempt: first to those that
+        were not asked in earlier ones either, then in the order in which they were asked."""
+        name = check.group.name
+        earlier = [one for one in self._in_vain.of(check.owner, check.id) if one not in avoid]
+        skip = {*avoid, *earlier}
         try:
-            return await self._finder.acquire(check.group.name, check.prefer, avoid)
+            found = await self._finder.acquire(name, check.prefer, skip)
+            other = found
+            skip.add("")  # it was asked, or could not be reached just now
+            for instance in earlier:
+                if not isinstance(other, Unreached):
+                    break
+                other = await self._finder.acquire(name, instance, skip - {instance})
+            return found if isinstance(other, Unreached) else other
         except (Exception, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
                 raise
-            log_fault(check.id, check.group.name, error)
+            log_fault(check.id, name, error)
             return Unreached(shortened(f"the proxy failed to connect: {type(error).__name__}"))
 
     # --- reachability ------------------------------------------------------------------------
@@ -589,6 +611,16 @@ def _release(check: QueuedCheck, channel: Channel) -> None:
         channel.release()
     except Exception as error:
         log_failed(check, error)
+
+
+def _ask_until_s(check: QueuedCheck, result: CheckResult) -> float:
+    """Return until when another instance may be asked after a result, on the loop's clock.
+
+    After a refusal it has half of the attempt's time to answer: no answer would make the attempt
+    count. An attempt that counts may use all of it.
+    """
+    left = 0.5 if isinstance(result, Unreached) else 0.02
+    return check.began_s + check.call.timeout_s * (1 - left)
 
 
 def _call_later(delay_s: float, then: Callable[[], None]) -> Timer:

@@ -183,7 +183,7 @@ class SessionRegistry:
         question = None if entry is None else entry.open.get(answer.call)
         if question is None:
             return False
-        question.end(_result(answer))
+        question.end(_result(answer, lasting=not session.checks))
         return True
 
     def counts(self) -> dict[str, int]:
@@ -223,6 +223,13 @@ class SessionRegistry:
             if entry.session.instance == instance and entry.askable and self._has_room(entry):
                 return SessionChannel(entry, self._questions)
         return None
+
+    def has(self, group: str, avoid: Collection[str]) -> bool:
+        """Return True if another instance than these takes questions, now or with fewer open."""
+        return any(
+            entry.checks and entry.session.instance not in avoid
+            for entry in self._groups.get(group, ())
+        )
 
     def _has_room(self, entry: _Entry) -> bool:
         return entry.taken < self._open_checks_max
@@ -276,11 +283,14 @@ class SessionChannel:
             self._entry.taken -= 1
 
 
-def _result(answer: wire.CheckAnswer) -> CheckResult:
+def _result(answer: wire.CheckAnswer, *, lasting: bool) -> CheckResult:
     decision = answer.decision
-    if decision is None:
-        return Unreached(base.shortened(answer.detail or "the instance takes no questions now"))
     again: float | None = None
+    if decision is None:
+        detail = base.shortened(answer.detail or "the instance takes no questions now")
+        if answer.ask_again_s is not None:
+            again = bounded_later_s(answer.ask_again_s)
+        return Unreached(detail, again, lasting)
     if decision is Decision.UNKNOWN and answer.ask_again_s is not None:
         again = bounded_later_s(answer.ask_again_s)
     detail = answer.detail or (str(decision) if again is None else f"not yet, again in {again:g} s")

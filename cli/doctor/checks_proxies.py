@@ -236,8 +236,19 @@ async def _test_calls(
 async def groups_usable(subject: Subject) -> Finding:
     groups = await subject.groups()
     lines = [f"{one.group}: {one.problem}" for one in groups if one.problem]
+    seen = {one.group: one for one in (await subject.overview()).groups}
+    both = [
+        f"{one.group}: its check URL {one.check_url} decides for instances that died, beside "
+        f"{_sessions(one, seen.get(one.group))} connected with a check function: remove the URL if "
+        "it is not the same service, or register it with --signed-answers"
+        for one in groups
+        if one.check_url and not one.signed_answers and _sessions(one, seen.get(one.group))
+    ]
     if lines:
-        return judged(CheckLevel.FAILS, f"{len(lines)} of {len(groups)} cannot be used", lines)
+        found = f"{len(lines)} of {len(groups)} cannot be used"
+        return judged(CheckLevel.FAILS, found, lines + both)
+    if both:
+        return judged(CheckLevel.WARNING, f"{len(both)} of {len(groups)} need a look", both)
     return fine(f"{len(groups)} registered")
 
 

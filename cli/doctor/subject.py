@@ -70,6 +70,7 @@ class RegisteredGroup(Struct, frozen=True):
     check_interval_s: float | None = None
     attempts_max: int | None = None
     timeout_s: float | None = None
+    signed_answers: bool | None = None
     problem: str | None = None
     """Why proxies cannot use the registration."""
 

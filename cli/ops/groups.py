@@ -25,6 +25,7 @@ COLUMNS = (
     TableColumn("AFTER/INTERVAL/ATTEMPTS/TIMEOUT", _times, wide=True),
     TableColumn("PARALLEL", wide=True),
     TableColumn("ANSWER BYTES", lambda row: row.get("answer_bytes_max"), wide=True),
+    TableColumn("SIGNED ANSWERS", lambda row: row.get("signed_answers"), wide=True),
 )
 
 
@@ -85,6 +86,12 @@ def show_command(client: ApiClient, output: str, name: str) -> None:
 @click.option("--timeout-s", type=float, metavar="SECONDS", help="Timeout of a check.")
 @click.option("--parallel", type=int, metavar="N", help="Maximum number of checks in flight.")
 @click.option("--answer-bytes-max", type=int, metavar="BYTES", help="The largest answer.")
+@click.option(
+    "--signed-answers",
+    is_flag=True,
+    default=None,
+    help="Accept answers of the check URL only if they are signed with the secret.",
+)
 @yes_option
 @output_option
 @client_options

@@ -16,6 +16,7 @@ from txbroker.checkers.base import (
     AttemptResult,
     CheckCall,
     CheckResult,
+    Unclear,
     Unreached,
 )
 from txbroker.checkers.runner import CheckRunner, RunnerLimits
@@ -37,6 +38,9 @@ class RunnerHarness:
         self.gone: dict[str, str] = {}  # groups that cannot be reached, with why
         self.instances: dict[str, list[str]] = {}  # of a group; without any its channel is no one's
         self.url = False  # whether groups have one besides
+        self.busy: set[str] = set()  # instances without room for a question
+        self.frozen: set[str] = set()  # instances that do not answer in time
+        self.timeout_s = 5.0  # of an attempt
         self.results: dict[str, CheckResult] = {}  # by instance, else by id, else COMMIT
         self.held: dict[str, asyncio.Event] = {}  # an ask of this id waits for it
         self.markers_held: asyncio.Event | None = None
@@ -94,14 +98,17 @@ class RunnerHarness:
         if group in self.gone:
             self.log.append(f"no channel to {group}")
             return Unreached(self.gone[group])
-        free = [name for name in self.instances.get(group, ()) if name not in avoid]
-        if not free and avoid and not self.url:
+        known = [name for name in self.instances.get(group, ()) if name not in avoid]
+        if not self.busy.issuperset(known):
+            return self._channel(group, prefer, avoid)
+        if "" in avoid or (avoid and not self.url):
             self.log.append(f"no other instance of {group}")
-            return Unreached("no other instance")
+            return Unreached("no other instance", lasting=not known)
         return self._channel(group, prefer, avoid)
 
     def _channel(self, group: str, prefer: str, avoid: Collection[str]) -> FakeChannel:
-        free = [name for name in self.instances.get(group, ()) if name not in avoid]
+        taken = {*avoid, *self.busy}
+        free = [name for name in self.instances.get(group, ()) if name not in taken]
         self.open_channels += 1
         self.log.append(f"channel to {group}")
         instance = prefer if prefer in free else "".join(free[:1])
@@ -152,14 +159,17 @@ class FakeChannel:
         harness.log.append(f"ask {call.id}.{call.attempt}{whom}")
         harness.timeouts.append(timeout_s)
         harness.asking.add(call.id)
-        asked = asyncio.ensure_future(self._result(call))
+        asked = asyncio.ensure_future(self._result(call, timeout_s))
         asked.add_done_callback(lambda _: harness.asking.discard(call.id))
         return asked
 
-    async def _result(self, call: CheckCall) -> CheckResult:
+    async def _result(self, call: CheckCall, timeout_s: float) -> CheckResult:
         harness = self._harness
         if call.id in harness.held:
             await harness.held[call.id].wait()
+        if self.instance in harness.frozen:
+            await asyncio.sleep(timeout_s)
+            return Unclear("no answer")
         return harness.results.get(self.instance) or harness.results.get(call.id, COMMIT)
 
     def release(self) -> None:
@@ -201,7 +211,16 @@ class FakeOwner:
         if id in harness.refused:
             return None
         harness.attempts[id] += 1
-        return CheckCall(id, id.split("-")[0], harness.attempts[id], 15, check.reason, 0, ())
+        return CheckCall(
+            id,
+            id.split("-")[0],
+            harness.attempts[id],
+            15,
+            check.reason,
+            0,
+            (),
+            timeout_s=harness.timeout_s,
+        )
 
     def still_pending(self, id: str) -> bool:
         return id in self._harness.pending
@@ -221,7 +240,9 @@ class FakeOwner:
             harness.log.append(f"returned {call.id}")
             return
         harness.log.append(f"answered {call.id} {result.detail}")
-        if isinstance(result, Answered):
+        if isinstance(result, Answered) and result.ask_again_s is not None:
+            harness.attempts[call.id] -= 1
+        elif isinstance(result, Answered) and result.decision is not Decision.UNKNOWN:
             harness.pending.discard(call.id)
 
 

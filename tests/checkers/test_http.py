@@ -20,9 +20,10 @@ import pytest
 from msgspec import structs
 
 from tests.checkers.check_server import HttpHarness, until
-from tests.kit.http_answers import COMMIT, read_request, reset, response
+from tests.kit.http_answers import ASKED_ID, COMMIT, named, read_request, reset, response
 from txbroker.checkers.base import Answered, CheckResult, Unclear, Unreached
 from txbroker.checkers.http import HttpLimits
+from txbroker.contract.signing import headers
 from txbroker.core.records import Decision, Message
 
 # --- the question ----------------------------------------------------------------------------
@@ -152,7 +153,7 @@ async def test_question_reaches_socket_before_first_suspension(
         (b'{"decision": "commit", "messages": null}', Answered(Decision.COMMIT, detail="commit")),
         (
             b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-            b'5\r\n{"dec\r\n11;x=y\r\nision": "commit"}\r\n0\r\n\r\n',
+            b'29\r\n{"id": "%b", "dec\r\n11;x=y\r\nision": "commit"}\r\n0\r\n\r\n' % ASKED_ID,
             Answered(Decision.COMMIT, detail="commit"),
         ),
         (
@@ -163,7 +164,8 @@ async def test_question_reaches_socket_before_first_suspension(
     ],
 )
 async def test_good_answers(http: HttpHarness, answer: bytes, expected: CheckResult) -> None:
-    await http.reply(answer if answer.startswith(b"HTTP") else response(answer), then_close=True)
+    raw = answer if answer.startswith(b"HTTP") else response(named(answer))
+    await http.reply(raw, then_close=True)
     assert await http.ask() == expected
 
 
@@ -176,7 +178,10 @@ async def test_good_answers(http: HttpHarness, answer: bytes, expected: CheckRes
         (response(b"\xff" * 3, status="404 Not Found"), "\ufffd" * 3),
         (response(b"<html>"), "<html>"),
         (response(b'{"decision": "maybe"}'), '{"decision": "maybe"}'),
-        (response(b'{"decision": "unknown", "x": 1}'), '{"decision": "unknown", "x": 1}'),
+        (
+            response(named(b'{"decision": "unknown", "x": 1}')),
+            f'{{"id": "{ASKED_ID.decode()}", "decision": "unknown", "x": 1}}',
+        ),
         (b"HTTP/1.1 500 Oops\r\ncontent-length: 9\r\n\r\nhalf", "half"),
     ],
 )  # fmt: skip
@@ -242,11 +247,76 @@ SECRET = "s3cr3t-of-the-body"
 async def test_answers_outside_the_contract_are_unclear(
     http: HttpHarness, answer: bytes, words: str
 ) -> None:
-    await http.reply(response(answer), then_close=True)
+    await http.reply(response(named(answer)), then_close=True)
     result = await http.ask()
     assert isinstance(result, Unclear)
     assert words in result.detail
     assert SECRET not in result.detail
+
+
+@pytest.mark.rule(24)
+@pytest.mark.parametrize(
+    ("id", "words"),
+    [
+        (None, "does not name the transaction"),
+        ("null", "names another transaction"),
+        ('"0V3R7K2M5N8P1Q4S6T9W0X2Y4A"', "names another transaction"),
+        ('""', "names another transaction"),
+        ("7", "names another transaction"),
+        ("{}", "names another transaction"),
+    ],
+)
+@pytest.mark.parametrize("decision", ["commit", "rollback", "unknown"])
+async def test_answer_names_the_transaction(
+    http: HttpHarness, id: str | None, words: str, decision: str
+) -> None:
+    answer = (
+        f'{{"decision": "{decision}"}}'
+        if id is None
+        else (f'{{"id": {id}, "decision": "{decision}"}}')
+    )
+    await http.reply(response(answer.encode()))
+    result = await http.ask()
+    assert isinstance(result, Unclear)
+    assert words in result.detail
+
+
+SIGNING_KEY, ANSWERED_S = b"s3cret", 1_770_091_600
+QUESTION_ID = f"{ASKED_ID.decode()}.2.7"
+
+
+def signed(
+    key: bytes = SIGNING_KEY, id: str = QUESTION_ID, at_s: int = ANSWERED_S, body: bytes = COMMIT
+) -> str:
+    return "".join(f"{name}: {value}\r\n" for name, value in headers(key, id, at_s, body))
+
+
+@pytest.mark.rule(24)
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (signed(), ""),
+        (signed(at_s=ANSWERED_S - 200), ""),
+        ("", "no header webhook-id"),
+        (signed(b"another"), "no signature matches the secret"),
+        (signed(body=COMMIT.replace(b"commit", b"rollback")), "no signature matches the secret"),
+        (signed(id=f"{QUESTION_ID}8"), "webhook-id is not that of the question"),
+        (signed(at_s=ANSWERED_S - 400), "300 s are allowed"),
+        (signed().replace("v1,", "v2,"), "no signature matches the secret"),
+    ],
+)
+async def test_group_may_require_signed_answers(http: HttpHarness, extra: str, words: str) -> None:
+    await http.reply(response(COMMIT, extra=extra))
+    for required in (False, True):
+        channel = await http.channel(secret=SIGNING_KEY, signed_answers=required)
+        result = await channel.ask(http.call, 5.0)
+        channel.release()
+        if words and required:
+            assert isinstance(result, Unclear)
+            assert "the answer is not signed as the group requires" in result.detail
+            assert words in result.detail
+        else:
+            assert result == Answered(Decision.COMMIT, detail="commit")
 
 
 @pytest.mark.parametrize(
@@ -330,7 +400,7 @@ async def test_group_can_raise_answer_limit(http: HttpHarness) -> None:
     body = (
         b'{"decision": "commit", "messages": [{"topic": "t", "value": "' + b"v" * 300_000 + b'"}]}'
     )
-    await http.reply(response(body))
+    await http.reply(response(named(body)))
     assert isinstance(await http.ask(), Unclear)
     channel = await http.channel(answer_bytes_max=1_000_000)
     result = await channel.ask(http.call, 5.0)

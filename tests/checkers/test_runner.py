@@ -7,7 +7,9 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
-from tests.checkers.runner_harness import DUE, FakeChannel, FakeOwner, RunnerHarness, until
+from tests.checkers.runner_harness import COMMIT, DUE, FakeChannel, FakeOwner, RunnerHarness, until
+from txbroker.checkers import attempts
+from txbroker.checkers.attempts import combined
 from txbroker.checkers.base import (
     Answered,
     AttemptRequest,
@@ -16,8 +18,14 @@ from txbroker.checkers.base import (
     Unclear,
     Unreached,
 )
+from txbroker.checkers.runner import outcome_of
 from txbroker.core.records import CheckReason, Decision, Message
 from txbroker.errors import TxbrokerError
+
+
+def asked(harness: RunnerHarness) -> list[str]:
+    """Return the questions in order."""
+    return [line for line in harness.log if line.startswith("ask")]
 
 
 async def test_check_steps_run_in_order(harness: RunnerHarness) -> None:
@@ -364,7 +372,8 @@ async def test_group_without_instances_backs_off(harness: RunnerHarness) -> None
     await until(lambda: "returned a-1" in harness.log and len(harness.timers) == 1)
     assert harness.count("marker a-1") == harness.count("returned a-1") == 1
     assert harness.attempts["a-1"] == 0
-    assert harness.runner.unreachable() == {"a": "session pod-2: draining; no other instance"}
+    why = "session pod-1: busy; session pod-2: draining; no other instance"
+    assert harness.runner.unreachable() == {"a": why}
     assert harness.outcomes == [("a", "returned")]
     # What did not take it then is asked again the next time.
     del harness.results["pod-1"]
@@ -374,17 +383,133 @@ async def test_group_without_instances_backs_off(harness: RunnerHarness) -> None
 
 
 @pytest.mark.rule(24)
-async def test_decision_or_unclear_result_ends_the_attempt(harness: RunnerHarness) -> None:
+@pytest.mark.parametrize("broken", [1, 2, 20])
+@pytest.mark.parametrize(
+    "result",
+    [
+        Answered(Decision.UNKNOWN, detail="RuntimeError"),
+        Unclear("the session ended before an answer"),
+        Unreached("the database does not answer", ask_again_s=5.0),
+    ],
+    ids=["unknown", "closed", "unavailable"],
+)
+async def test_attempt_goes_on_until_an_instance_decides(
+    harness: RunnerHarness, result: CheckResult, broken: int
+) -> None:
+    pods = [f"pod-{n}" for n in range(broken + 1)]
+    harness.instances["a"], harness.url = pods, True
+    harness.results |= dict.fromkeys(pods[:-1], result)
+    harness.due("a-1")
+    await harness.settled()
+    assert asked(harness) == [f"ask a-1.1 of {pod}" for pod in pods]
+    assert harness.log[-1] == f"answered a-1 session {pods[-1]}: commit"
+    assert harness.outcomes == [("a", "commit")]
+    assert (harness.attempts["a-1"], harness.timers) == (1, [])
+
+
+@pytest.mark.rule(24)
+async def test_next_attempt_asks_those_that_were_not_asked(harness: RunnerHarness) -> None:
+    """Each instance that does not answer in time has one attempt before any has a second."""
+    harness.timeout_s, harness.url = 0.02, True
+    harness.instances["a"] = ["pod-1", "pod-2", "pod-3"]
+    harness.frozen = {"pod-1", "pod-2", "pod-3"}
+    harness.results["a-1"] = Unclear("answered 500")  # the check URL's
+    whom = ["of pod-1", "of pod-2", "of pod-3", "", "of pod-1", "of pod-2"]
+    for attempt in range(1, 6):
+        harness.due("a-1")
+        await harness.settled()
+        assert harness.attempts["a-1"] == attempt
+    harness.frozen.clear()
+    harness.results["pod-2"] = COMMIT
+    harness.due("a-1")
+    await harness.settled()
+    assert asked(harness) == [f"ask a-1.{n} {who}".rstrip() for n, who in enumerate(whom, start=1)]
+    assert "a-1" not in harness.pending
+    # Other transactions have their own order, which begins with the preferred instance.
+    harness.pending.add("a-2")
+    harness.runner.due(harness.owner, "a-2", "a", "pod-3", DUE)
+    await harness.settled()
+    assert asked(harness)[-1] == "ask a-2.1 of pod-3"
+
+
+@pytest.mark.rule(24)
+async def test_unknown_uses_no_attempt_while_another_was_not_asked(harness: RunnerHarness) -> None:
+    harness.instances["a"], harness.busy = ["pod-1", "pod-2"], {"pod-2"}
+    harness.results["pod-1"] = Answered(Decision.UNKNOWN, detail="unknown")
+    harness.due("a-1")
+    await harness.settled()
+    assert (harness.attempts["a-1"], harness.outcomes) == (0, [("a", "later")])
+    harness.busy.clear()
+    harness.due("a-1")
+    await harness.settled()
+    assert asked(harness) == ["ask a-1.1 of pod-1", "ask a-1.1 of pod-2"]
+    assert "a-1" not in harness.pending
+
+
+@pytest.mark.rule(24)
+async def test_decision_ends_the_attempt(harness: RunnerHarness) -> None:
     harness.instances = {"a": ["pod-1", "pod-2"], "b": ["pod-3", "pod-4"]}
-    harness.results |= {"pod-1": Unreached("busy"), "pod-3": Unclear("no answer")}
+    harness.results |= {"pod-1": Unreached("busy"), "pod-3": Answered(Decision.UNKNOWN, 5.0)}
     harness.held["a-1"] = asyncio.Event()
     harness.due("a-1", "b-1")
     await until(lambda: harness.asking == {"a-1"} and harness.runner.queued == 1)
     harness.pending.discard("a-1")  # decided before pod-1 answered that it is busy
     harness.held["a-1"].set()
     await harness.settled()
-    asked = [line for line in harness.log if line.startswith("ask")]
-    assert asked == ["ask a-1.1 of pod-1", "ask b-1.1 of pod-3"]
+    assert asked(harness) == ["ask a-1.1 of pod-1", "ask b-1.1 of pod-3"]
+
+
+UNKNOWN, NOT_YET = Answered(Decision.UNKNOWN, detail="?"), Answered(Decision.UNKNOWN, 9.0)
+CANNOT, BUSY = Unreached("no check function", lasting=True), Unreached("busy")
+UNAVAILABLE, UNCLEAR = Unreached("no database", ask_again_s=1.0), Unclear("no answer")
+NO_OTHER = Unreached("no other instance", lasting=True)
+
+
+@pytest.mark.rule(22, 24)
+@pytest.mark.parametrize(
+    ("results", "outcome", "again_s"),
+    [
+        ([UNKNOWN, COMMIT], "commit", None),
+        ([UNCLEAR, NOT_YET], "later", 9.0),
+        ([UNKNOWN, NO_OTHER], "unknown", None),
+        ([CANNOT, UNKNOWN, NO_OTHER], "unknown", None),
+        ([UNKNOWN, UNKNOWN, BUSY], "later", 5.0),
+        ([BUSY, UNKNOWN, NO_OTHER], "later", 5.0),
+        ([UNAVAILABLE, NO_OTHER], "later", 5.0),
+        ([UNKNOWN, UNAVAILABLE, CANNOT, NO_OTHER], "later", 5.0),
+        ([UNAVAILABLE, UNCLEAR, BUSY], "unclear", None),
+        ([BUSY, CANNOT, NO_OTHER], "returned", None),
+    ],
+)
+def test_attempt_counts_by_all_its_answers(
+    results: list[CheckResult], outcome: str, again_s: float | None
+) -> None:
+    call = CheckCall("id", "a", 1, 15, DUE, 0, (), number=1)
+    at = [("" if each is NO_OTHER else f"pod-{n}", each) for n, each in enumerate(results)]
+    result = combined(call, at)
+    assert outcome_of(result) == outcome
+    assert getattr(result, "ask_again_s", None) == again_s
+
+
+def test_pause_grows_while_no_instance_can_find_out() -> None:
+    calls = [CheckCall("id", "a", 1, 15, DUE, 0, (), number=n) for n in (1, 2, 3, 9, 1000)]
+    results = [combined(call, [("pod-1", UNAVAILABLE)]) for call in calls]
+    assert [getattr(each, "ask_again_s", None) for each in results] == [5.0, 10.0, 20.0, 60.0, 60.0]
+
+
+def test_instances_asked_in_vain_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "TRANSACTIONS_MAX", 2)
+    memory = attempts.AskedInVain()
+    owner, other = FakeOwner(RunnerHarness()), FakeOwner(RunnerHarness())
+    for id in ("1", "2", "3"):
+        memory.note(owner, id, ("pod-1",))
+    memory.note(other, "4", ("pod-1", ""))
+    memory.note(other, "4", ("pod-2", "pod-1"))
+    assert [memory.of(owner, id) for id in ("1", "2", "3")] == [(), (), ("pod-1",)]
+    assert memory.of(other, "4") == ("", "pod-2", "pod-1")
+    memory.forget(owner)
+    memory.note(other, "4", ())
+    assert (memory.of(owner, "3"), memory.of(other, "4")) == ((), ())
 
 
 async def test_unclear_result_counts_without_back_off(harness: RunnerHarness) -> None:

@@ -279,7 +279,7 @@ async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 async def test_group_without_instance_and_url_is_unreached(finder: GroupFinder) -> None:
     assert await finder.acquire("orders", "") == Unreached(
-        "no instance of group orders is connected and no check URL is registered"
+        "no instance of group orders is connected and no check URL is registered", lasting=True
     )
 
 
@@ -290,7 +290,8 @@ async def test_group_with_only_draining_instances_is_unreached(
     session.draining = True
     assert await finder.acquire("orders", "") == Unreached(
         "every connected instance of group orders is draining, has the maximum of open "
-        "checks or no check function and no check URL is registered"
+        "checks or no check function and no check URL is registered",
+        lasting=True,
     )
 
 
@@ -298,7 +299,8 @@ async def test_malformed_policy_is_reported(finder: GroupFinder, groups: Groups)
     await groups._store.put("orders", b'{"v": 7}')
     assert await finder.acquire("orders", "") == Unreached(
         "no instance of group orders is connected and the stored policy is of version 7; "
-        "this build knows 1"
+        "this build knows 1",
+        lasting=True,
     )
 
 
@@ -361,3 +363,29 @@ async def test_secret_is_never_shown(
     shown = f"{channel!r} {channel.endpoint} {groups.list()!r} {finder!r}"
     assert "hunter2" not in shown
     channel.release()
+
+
+def beside(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if "check URL beside" in each.getMessage()]
+
+
+async def test_check_url_beside_instances_is_logged(
+    finder: GroupFinder,
+    sessions: SessionRegistry,
+    groups: Groups,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for appeared in (sessions.on_appeared, groups.on_change):
+        appeared(finder.warn_of_both)
+    url = "http://127.0.0.1:9/check?token=s3cret"
+    await groups.put("orders", GroupPolicy(check_url=url))
+    sessions.add("orders", Session("web", checks=False))
+    assert beside(caplog) == []
+    connect(sessions, "pod-1")
+    (line,) = beside(caplog)
+    assert "orders" in line
+    assert "s3cret" not in line
+    await groups.put("orders", GroupPolicy(check_url=url, secret_ref="env:X", signed_answers=True))
+    assert len(beside(caplog)) == 1
+    await groups.put("orders", GroupPolicy(check_url=url))
+    assert len(beside(caplog)) == 2

@@ -79,8 +79,9 @@ class Truth:
         if fate == 1 and request.transport is not None:
             request.transport.abort()
         if decision == "not yet":
-            return web.json_response({"decision": "unknown", "ask_again_s": 1})
-        return web.json_response({"decision": decision})
+            later = {"decision": "unknown", "ask_again_s": 1}
+            return web.json_response({"id": asked["id"], **later})
+        return web.json_response({"id": asked["id"], "decision": decision})
 
 
 @contextlib.asynccontextmanager

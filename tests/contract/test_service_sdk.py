@@ -10,6 +10,7 @@ import pytest
 from tests.kit.service import Service
 from tests.kit.until import unique, until
 from txbroker.core.records import Message
+from txbroker.errors import IdConflict
 from txbroker.sdk import (
     Answer,
     BlockingTransactionalProducer,
@@ -18,6 +19,7 @@ from txbroker.sdk import (
     Decision,
     Limits,
     NotYet,
+    Repeated,
     Rollback,
     State,
     Transaction,
@@ -231,3 +233,54 @@ async def test_concurrent_transactions_each_appear_once(service: Service) -> Non
         await asyncio.gather(*[one(number) for number in range(90)])
     values = [value for p in range(3) for value in await service.values(topic, p)]
     assert sorted(values, key=str) == sorted([b"%d" % n for n in range(90) if n % 3], key=str)
+
+
+@pytest.mark.parametrize("first", [Decision.COMMIT, Decision.ROLLBACK, Decision.UNKNOWN])
+async def test_repeated_request_runs_no_second_local_transaction(
+    service: Service, first: Decision
+) -> None:
+    topic, ran = await service.topic(), list[str]()
+    message = Message(topic, b"k", b"v")
+
+    def run(tx: Transaction) -> Decision:
+        ran.append(tx.id)
+        return first
+
+    names = unique("group"), unique("group")
+    async with service.producer(names[0]) as producer, service.producer(names[1]) as other:
+        done = await producer.send_in_transaction(message, run, dedup_key="request-7")
+        assert done.decision is first
+        for _ in range(2):
+            with pytest.raises(Repeated) as repeated:
+                await producer.send_in_transaction(message, run, dedup_key="request-7")
+            outcome = repeated.value.outcome
+            assert (outcome.id, outcome.decision) == (done.id, first)
+        with pytest.raises(Repeated):
+            async with producer.transaction(message, dedup_key="request-7"):
+                raise AssertionError("the block ran")
+        with pytest.raises(Repeated):
+            await producer.prepare(message, dedup_key="request-7")
+        # Another key, group or content is another request, or an error.
+        assert await producer.send_in_transaction(message, run, dedup_key="request-8")
+        assert await other.send_in_transaction(message, run, dedup_key="request-7")
+        with pytest.raises(IdConflict):
+            await producer.prepare(Message(topic, b"k", b"other"), dedup_key="request-7")
+    assert len(set(ran)) == len(ran) == 3
+
+
+async def test_repeated_request_of_a_blocking_producer(service: Service) -> None:
+    topic = await service.topic()
+
+    def requests() -> list[State]:
+        with BlockingTransactionalProducer(service.proxy.url, group="blocking") as producer:
+            with producer.transaction(Message(topic, value=b"v"), dedup_key="7") as tx:
+                pass
+            with (
+                pytest.raises(Repeated) as repeated,
+                producer.transaction(Message(topic, value=b"v"), dedup_key="7"),
+            ):
+                raise AssertionError("the block ran")
+            assert repeated.value.outcome.id == tx.id
+            return [tx.outcome.state, repeated.value.outcome.state]
+
+    assert State.PENDING not in await asyncio.to_thread(requests)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import random
+import socket
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -16,12 +17,14 @@ from typing import Any
 import psycopg
 import pymysql
 import pytest
+from sqlalchemy.exc import TimeoutError as PoolExhausted
 
 from tests.databases.places import Place, run, sqlite_place, with_tables
 from tests.kit.until import unique
 from txbroker.core.records import CheckReason, Decision
 from txbroker.databases import barrier as module
-from txbroker.databases.dialect import Fault
+from txbroker.databases.database import DatabaseUnavailable
+from txbroker.databases.dialect import POSTGRESQL, Fault
 from txbroker.errors import BadRequest, ConfigurationError
 from txbroker.sdk import (
     AlreadyRecorded,
@@ -291,6 +294,26 @@ def test_server_barriers_take_urls_and_databases(
         MariaDBBarrier(mariadb_place.database),
     ]
     assert [barrier.check(id) for barrier in barriers] == [Decision.ROLLBACK] * 4
+
+
+@pytest.mark.parametrize("kind", [PostgresBarrier, MariaDBBarrier])
+def test_frozen_server_is_unavailable(kind: type[Barrier], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the proxy gives up: the attempt would count."""
+    monkeypatch.setattr(module, "CONNECT_S", 1)
+    monkeypatch.setattr(module, "READ_S", 1)
+    scheme = kind.__name__.removesuffix("Barrier").lower().replace("postgres", "postgresql")
+    with closing(socket.create_server(("127.0.0.1", 0))) as frozen:
+        barrier = kind(f"{scheme}://u:p@127.0.0.1:{frozen.getsockname()[1]}/shop")
+        with pytest.raises(DatabaseUnavailable):
+            barrier.check("a")
+
+
+def test_exhausted_pools_are_unavailable() -> None:
+    class PoolTimeout(psycopg.OperationalError):
+        """As psycopg's pool raises it."""
+
+    for error in (PoolTimeout(), psycopg.errors.ConnectionTimeout(), PoolExhausted()):
+        assert POSTGRESQL.fault(error) is Fault.UNAVAILABLE
 
 
 def test_sqlite_barrier_creates_its_table_only(tmp_path: Path, id: str) -> None:

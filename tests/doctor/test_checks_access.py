@@ -380,3 +380,18 @@ async def test_unusable_policies_fail(world: World) -> None:
     assert found.details == ("web: secrets_dir is not set",)
     world.proxies.registered = [RegisteredGroup("web", 0, "http://web/check")]
     assert (await world.outcome("groups-usable")).level is OK
+
+
+async def test_check_url_beside_instances_is_a_warning(world: World) -> None:
+    """What answers at the URL decides for instances that died."""
+    url = "http://web/check"
+    for group, level in (
+        (RegisteredGroup("web", 2, url), WARNING),
+        (RegisteredGroup("web", 2, url, signed_answers=True), OK),
+        (RegisteredGroup("web", 0, url), OK),
+    ):
+        world.proxies.registered = [group]
+        found = await world.outcome("groups-usable")
+        assert found.level is level
+        assert bool(found.details) is (level is WARNING)
+        assert all(line.startswith(f"web: its check URL {url} decides") for line in found.details)

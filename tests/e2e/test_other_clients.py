@@ -223,9 +223,9 @@ async def test_http_only_service_gets_signed_checks(
         signed.append(hmac.compare_digest(right, request.headers["webhook-signature"]))
         # First a deliberate "not yet", then the truth with the final content.
         if len(asked) == 1:
-            return {"decision": "unknown", "ask_again_s": 1}
+            return {"id": question["id"], "decision": "unknown", "ask_again_s": 1}
         final = [{**message, "value": "final"} for message in question["messages"]]
-        return {"decision": "commit", "messages": final}
+        return {"id": question["id"], "decision": "commit", "messages": final}
 
     topic = await shared.topic()
     async with service_of(answer) as url:

@@ -136,7 +136,7 @@ class Pair:
         decision = self.decisions.get(token, "unknown")
         answered = Asked(asked["id"], time.time(), decision, asked["attempt"])
         self.recorder.history.asked.append(answered)
-        return web.json_response({"decision": decision})
+        return web.json_response({"id": asked["id"], "decision": decision})
 
     # --- trouble -------------------------------------------------------------------------
 

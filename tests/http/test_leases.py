@@ -150,6 +150,7 @@ async def asked(
             Answered(Decision.UNKNOWN, 30.0, None, "not yet, again in 30 s"),
         ),
         (CheckAnswer(0, None, detail="busy"), Unreached("busy")),
+        (CheckAnswer(0, None, 5.0, detail="no database"), Unreached("no database", 5.0)),
     ],
 )
 async def test_an_answer_comes_back_whole(
@@ -316,7 +317,8 @@ async def test_gone_proxy_is_tried_once(elsewhere: Elsewhere) -> None:
     elsewhere.look()
     assert await elsewhere.lease_of("pod-9") == "pod-1"
     gone = await elsewhere.known.acquire("orders", "pod-9", only=True)
-    assert gone == Unreached("no instance of group orders is connected to another proxy")
+    why = "no instance of group orders is connected to another proxy"
+    assert gone == Unreached(why, lasting=True)
 
 
 async def test_only_the_named_instance_is_leased(elsewhere: Elsewhere) -> None:
@@ -382,6 +384,44 @@ async def test_finder_prefers_preparing_then_local_instances(elsewhere: Elsewher
     assert await found("") == "url"
     await groups.remove("orders")
     assert await found("far") == "none"
+    await checks.close()
+
+
+@pytest.mark.rule(24)
+async def test_finder_knows_whether_others_were_not_asked(elsewhere: Elsewhere) -> None:
+    """An instance that was not asked comes next: here, at another proxy, at the check URL."""
+    api, own = elsewhere.api, SessionRegistry(open_checks_max=1)
+    groups, checks = Groups(api.store), HttpChecks(guard=LOOPBACK)
+    await groups.load()
+    finder = GroupFinder(own, groups, checks, elsewhere.known)
+    Asked(own, "near")
+    far = elsewhere.session("far")
+    elsewhere.look()
+    avoid: list[str] = []
+    for instance in ("near", "far"):
+        channel = await finder.acquire("orders", "near", avoid)
+        assert not isinstance(channel, Unreached)
+        assert channel.instance == instance
+        channel.release()
+        avoid.append(instance)
+    none = await finder.acquire("orders", "near", avoid)
+    assert isinstance(none, Unreached)
+    assert none.lasting
+    # Now each of them cannot be asked just now.
+    near = finder.at_hand("orders", "near")
+    far.leave()
+    for known in (["near"], ["far"]):
+        unreached = await finder.acquire("orders", "near", known)
+        assert isinstance(unreached, Unreached)
+        assert not unreached.lasting
+    await groups.put("orders", GroupPolicy(check_url=f"{api.url}/anything"))
+    for avoided, url in ((avoid, True), ([*avoid, ""], False)):
+        found = await finder.acquire("orders", "near", avoided)
+        assert isinstance(found, Unreached) is not url
+        if not isinstance(found, Unreached):
+            found.release()
+    assert near is not None
+    near.release()
     await checks.close()
 
 

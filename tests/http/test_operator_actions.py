@@ -70,11 +70,14 @@ def test_only_operators_count() -> None:
     applied(actions, marker(1, source=Source.PRODUCER), 1)
     applied(actions, marker(2, source=Source.CHECK), 2)
     applied(actions, marker(3, MarkerKind.CHECK, source=Source.SCHEDULE, by=""), 3)
+    early = marker(4, MarkerKind.CHECK, source=Source.PRODUCER, by="web-1: ended", reason="asked")
+    applied(actions, early, 4)
     assert actions.newest() == ()
-    asked = marker(4, MarkerKind.CHECK, source=Source.SCHEDULE, by="Ada", reason="asked")
-    applied(actions, asked, 4)
-    (action,) = actions.newest()
-    assert (action.action, action.by, action.reason) == ("check", "Ada", "")
+    for offset, source in ((5, Source.SCHEDULE), (6, Source.OPERATOR)):  # of earlier versions; now
+        asked = marker(offset, MarkerKind.CHECK, source=source, by="Ada", reason="asked")
+        applied(actions, asked, offset * 100_000)
+    shown = [(action.action, action.by, action.reason) for action in actions.newest()]
+    assert shown == [("check", "Ada", "")] * 2
 
 
 def test_memory_is_bounded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import struct
 from collections.abc import Awaitable, Callable
@@ -15,7 +16,22 @@ from txbroker.checkers.url_guard import UrlGuard
 LOOPBACK = UrlGuard(loopback=True)
 """As of a proxy that listens on loopback only: the tests' servers do."""
 Serve = Callable[..., Awaitable[Any]]
-COMMIT = b'{"decision": "commit"}'
+ASKED_ID = b"0V3R7K2M5N8P1Q4S6T9W0X2Y4Z"
+"""The id of the questions to these answers; `answering` replaces it by another one."""
+COMMIT = b'{"id": "%b", "decision": "commit"}' % ASKED_ID
+
+
+def named(answer: bytes) -> bytes:
+    """Return the JSON of an answer, or of several, with the question's id before the decision."""
+    return answer.replace(b'"decision"', b'"id": "%b", "decision"' % ASKED_ID, 1)
+
+
+def answer_to(body: bytes, raw: bytes) -> bytes:
+    """Return a raw answer that names the id in the body of a question."""
+    if ASKED_ID not in raw:
+        return raw
+    id = json.loads(body).get("id", "").encode()
+    return raw.replace(ASKED_ID, id) if len(id) == len(ASKED_ID) else raw
 
 
 async def read_request(reader: asyncio.StreamReader) -> tuple[dict[str, str], bytes]:
@@ -36,8 +52,8 @@ def answering(*raw: bytes, then_close: bool = False) -> Any:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         answers = list(raw)
         while True:
-            await read_request(reader)
-            writer.write(answers.pop(0) if len(answers) > 1 else answers[0])
+            _, body = await read_request(reader)
+            writer.write(answer_to(body, answers.pop(0) if len(answers) > 1 else answers[0]))
             await writer.drain()
             if then_close:
                 return

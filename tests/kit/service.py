@@ -45,7 +45,8 @@ class FakeEndpoint:
 
     async def _answer(self, request: web.Request) -> web.Response:
         group = request.match_info["group"]
-        self.calls.setdefault(group, []).append(await request.json())
+        asked = await request.json()
+        self.calls.setdefault(group, []).append(asked)
         held = self.held.get(group)
         if held is not None:
             await held.wait()
@@ -53,7 +54,7 @@ class FakeEndpoint:
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
         if isinstance(answer, int):
             return web.Response(status=answer, text="out of\norder")
-        return web.json_response(answer)
+        return web.json_response({"id": asked.get("id"), **answer})
 
 
 class Service(HttpCalls):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 
 from tests.kit.until import until
 from tests.relay.world import Shop, with_transaction
+from txbroker.checkers import attempts as attempts_of_checks
 from txbroker.contract.checks import CheckRequest, Commit, NotYet
+from txbroker.databases import DatabaseUnavailable
 from txbroker.errors import ConfigurationError
 from txbroker.relay import Decision, Message
 from txbroker.sdk import parse_check, verify_webhook
@@ -89,6 +92,24 @@ async def test_a_row_is_given_up_after_fifteen_checks(sqlite_shop: Shop, fault: 
     assert shop.numbers() == [1, 2]
 
 
+async def test_outage_of_the_checks_database_uses_no_attempt(
+    sqlite_shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts_of_checks, "LATER_FIRST_S", 0.01)
+    shop, attempts = sqlite_shop, list[int]()
+
+    def check(request: CheckRequest) -> Decision:
+        attempts.append(request.attempt)
+        if len(attempts) < 20:
+            raise DatabaseUnavailable("shop: connection refused")
+        return Decision.COMMIT
+
+    shop.outbox.prepare(*shop.messages([1]))
+    async with shop.relay(check=check, check_after_s=0, check_interval_s=0.01):
+        await until(lambda: shop.states() == {"GLOBAL_COMMIT": 1}, 30)
+    assert attempts == [1] * 20
+
+
 @pytest.mark.rule(52)
 async def test_an_attempt_is_stored_before_its_question(sqlite_shop: Shop) -> None:
     shop, stored = sqlite_shop, list[int]()
@@ -116,7 +137,7 @@ async def test_check_url_is_called_with_a_signature(sqlite_shop: Shop) -> None:
         headers = {name.lower(): value for name, _colon, value in lines}
         body = await reader.readexactly(int(headers["content-length"]))
         heard.append((headers, body))
-        answer = b'{"decision": "commit"}'
+        answer = json.dumps({"id": json.loads(body)["id"], "decision": "commit"}).encode()
         writer.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
             % len(answer)

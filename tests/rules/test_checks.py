@@ -37,7 +37,15 @@ from txbroker.core.decoding import decode_kept
 from txbroker.core.encoding import MarkerRow
 from txbroker.core.ledger import ApplyResult, Effect
 from txbroker.core.lifecycle import ASK_SPACING_MS
-from txbroker.core.records import LATER_S_MAX, CheckPolicy, CheckReason, Decision, MarkerKind, State
+from txbroker.core.records import (
+    LATER_S_MAX,
+    CheckPolicy,
+    CheckReason,
+    Decision,
+    MarkerKind,
+    Source,
+    State,
+)
 from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle
 from txbroker.errors import NotPending, OwnerUnavailable
 from txbroker.proxy.partition.owner import PartitionOwner
@@ -338,18 +346,19 @@ async def test_requested_check_is_immediate_counted_and_spaced(harness: Harness)
     assert len(known(owner, id).checks.counted_ms) == 2
 
 
-async def test_marker_of_check_names_requester(harness: Harness) -> None:
+@pytest.mark.parametrize("source", [Source.PRODUCER, Source.OPERATOR])
+async def test_marker_of_check_names_requester(harness: Harness, source: Source) -> None:
     owner, id = await harness.new_pending(policy=THREE)
     await until(lambda: harness.runner.due_now == [(id, DUE)])
     call = await asked(owner.checks, id, DUE)
     await answered(owner.checks, call, Unclear("timeout"))
     harness.advance(ASK_SPACING_MS / 1000)
-    owner.checks.ask(known(owner, id), "ann@laptop via http 10.0.0.1", "the shop is back")
+    owner.checks.ask(known(owner, id), "ann@laptop via http 10.0.0.1", "the shop is back", source)
     await until(lambda: (id, ASKED) in harness.runner.due_now)
     assert await attempt(owner.checks, id, ASKED) is not None
-    assert [(marker.reason, marker.by) for marker in harness.markers()] == [
-        (DUE, ""),
-        (ASKED, "ann@laptop via http 10.0.0.1: the shop is back"),
+    assert [(marker.reason, marker.by, marker.source) for marker in harness.markers()] == [
+        (DUE, "", Source.SCHEDULE),
+        (ASKED, "ann@laptop via http 10.0.0.1: the shop is back", source),
     ]
 
 

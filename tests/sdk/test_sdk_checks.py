@@ -20,6 +20,7 @@ from tests.sdk.fake_proxy import (
 )
 from txbroker.contract.frames import CheckAnswer, Decide, Drain
 from txbroker.core.records import CheckReason, Decision, Message
+from txbroker.databases import DatabaseUnavailable
 from txbroker.errors import BadRequest, ConfigurationError
 from txbroker.sdk import (
     Answer,
@@ -30,6 +31,7 @@ from txbroker.sdk import (
     NotYet,
     TransactionalProducer,
 )
+from txbroker.sdk.checks import UNAVAILABLE_AGAIN_S
 
 M = Message("payments", key=b"42", value=b"body")
 ID = "0" * 26
@@ -132,11 +134,27 @@ async def test_check_failure_is_logged_once(
 
     with caplog.at_level(logging.ERROR, "txbroker.sdk"):
         async with checked(proxy, check) as (_, session):
-            await session.check(ID)
+            answer = await session.check(ID)
+    assert answer.detail == "the check function raised RuntimeError"
     (record,) = caplog.records
     assert ID in record.getMessage()
     assert "RuntimeError: database down" in record.getMessage()
     assert record.exc_info is None, "a trace would be seen on a terminal"
+
+
+@pytest.mark.rule(23)
+@pytest.mark.parametrize("suspends", [True, False])
+async def test_check_without_its_database_is_given_back(proxy: FakeProxy, suspends: bool) -> None:
+    def check(request: CheckRequest) -> Decision:
+        raise DatabaseUnavailable("PostgreSQL shop: connection refused")
+
+    async def suspending(request: CheckRequest) -> Decision:
+        return check(request)
+
+    async with checked(proxy, suspending if suspends else check) as (_, session):
+        answer = await session.check(ID)
+    assert essence(answer) == (None, UNAVAILABLE_AGAIN_S, None)
+    assert answer.detail == "the database does not answer"
 
 
 @pytest.mark.rule(24)

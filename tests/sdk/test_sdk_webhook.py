@@ -9,10 +9,23 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict
 
-from txbroker.contract.signing import TEST_HEADER, secret_key, sign
+from txbroker.checkers.answers import read_answer
+from txbroker.checkers.base import Answered
+from txbroker.contract.signing import TEST_HEADER, flaw, secret_key, sign
 from txbroker.core.records import CheckReason, Message
 from txbroker.errors import BadRequest, ConfigurationError
-from txbroker.sdk import BadSignature, CheckRequest, is_test_call, parse_check, verify_webhook
+from txbroker.sdk import (
+    Answer,
+    BadSignature,
+    CheckRequest,
+    Commit,
+    Decision,
+    NotYet,
+    check_answer,
+    is_test_call,
+    parse_check,
+    verify_webhook,
+)
 
 BODY = b'{"decision"'
 NOW = 1_700_000_000
@@ -147,3 +160,43 @@ def test_what_is_no_headers_is_named(wrong: Any) -> None:
         verify_webhook("s3cret", wrong, BODY, now=NOW)
     with pytest.raises(TypeError, match="body is the request's body as bytes, not str"):
         verify_webhook("s3cret", headers(), BODY.decode(), now=NOW)  # type: ignore[arg-type]
+
+
+# --- the answer ------------------------------------------------------------------------------
+
+ASKED = CheckRequest("an-id", "orders", 1, 15, CheckReason.DUE, 0.0, (Message("t"),))
+
+
+@pytest.mark.parametrize(
+    ("answer", "result"),
+    [
+        (Decision.COMMIT, Answered(Decision.COMMIT, detail="commit")),
+        (Decision.ROLLBACK, Answered(Decision.ROLLBACK, detail="rollback")),
+        (Decision.UNKNOWN, Answered(Decision.UNKNOWN, detail="unknown")),
+        (NotYet(5), Answered(Decision.UNKNOWN, 5.0, detail="not yet, again in 5 s")),
+        (Commit(), Answered(Decision.COMMIT, detail="commit")),
+        (
+            Commit([Message("t", b"k", b"\xff", (("h", None),))]),
+            Answered(
+                Decision.COMMIT, None, (Message("t", b"k", b"\xff", (("h", None),)),), "commit"
+            ),
+        ),
+    ],
+)
+def test_answers_are_as_the_proxy_reads_them(answer: Answer, result: Answered) -> None:
+    body, answered = check_answer(ASKED, answer)
+    assert read_answer(body, ASKED.id) == result
+    assert answered == {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize("secret", ["s3cret", ENCODED])
+def test_answer_is_signed_with_the_calls_id(secret: str) -> None:
+    body, answered = check_answer(ASKED, Decision.COMMIT, secret=secret, headers=headers(), now=NOW)
+    assert answered["webhook-id"] == "msg_1"
+    assert flaw(b"s3cret", answered, body, now_s=NOW) == ""
+    with pytest.raises(BadRequest, match="webhook-id"):
+        check_answer(ASKED, Decision.COMMIT, secret=secret)
+    with pytest.raises(ConfigurationError):
+        check_answer(ASKED, Decision.COMMIT, secret="", headers=headers())
+    with pytest.raises(TypeError):
+        check_answer(ASKED, "commit")  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from tests.checkers import check_server
-from tests.kit.http_answers import LOOPBACK, Serve, answering, ask, read_request, response
+from tests.kit.http_answers import LOOPBACK, Serve, answering, ask, named, read_request, response
 from tests.kit.http_api import memory_bytes
 from txbroker.checkers.answers import read_answer
 from txbroker.checkers.base import Answered, CheckCall, Unclear
@@ -89,7 +89,7 @@ BOMBS = {
     "millions of values": (OK + b"content-length: %d\r\n\r\n" % len(BROAD), whole(BROAD)),
     **{
         name: (OK + b"content-length: %d\r\n\r\n" % len(body), whole(body))
-        for name, body in MANY.items()
+        for name, body in ((name, named(body)) for name, body in MANY.items())
     },
     "a slow drip": (b"", drip),
 }
@@ -180,7 +180,8 @@ async def test_contradictory_answer_is_unclear(
 ) -> None:
     """Unclear: no decision."""
     assert call.id == ID
-    server = await serve(answering(response(AMBIGUOUS[case].encode())))
+    answer = AMBIGUOUS[case].encode()
+    server = await serve(answering(response(answer if b'"id"' in answer else named(answer))))
     result = await ask(checks, server.url, call)
     assert isinstance(result, Unclear)
     assert "0V3R" not in result.detail
@@ -188,12 +189,13 @@ async def test_contradictory_answer_is_unclear(
 
 CLEAR = {
     "its own id": {"id": ID, "decision": "commit"},
-    "no id": {"id": None, "decision": "commit"},
     "the same key in two messages": {
+        "id": ID,
         "decision": "commit",
         "messages": [{"topic": "t", "value": "v"}, {"topic": "t", "value": "v"}],
     },
     "two headers of one name in a list": {
+        "id": ID,
         "decision": "commit",
         "messages": [{"topic": "t", "value": "v", "headers": [["a", "1"], ["a", "2"]]}],
     },
@@ -210,7 +212,7 @@ def test_message_values_are_not_interpreted() -> None:
     """`value_json` is sent byte for byte, even with repeated keys."""
     value = b'{"a": 1, "a": 2}'
     body = b'{"decision": "commit", "messages": [{"topic": "t", "value_json": %b}]}' % value
-    result = read_answer(body, ID)
+    result = read_answer(named(body), ID)
     assert isinstance(result, Answered)
     assert result.messages is not None
     assert result.messages[0].value == value

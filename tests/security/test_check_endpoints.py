@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.checkers import check_server
-from tests.kit.http_answers import COMMIT, LOOPBACK, Serve, answering, response
+from tests.kit.http_answers import COMMIT, LOOPBACK, Serve, answer_to, answering, response
 from tests.kit.http_api import running_api
 from tests.kit.memory import MemoryHarness
 from tests.kit.service import FakeEndpoint, Service
@@ -161,7 +161,7 @@ async def test_endpoint_can_verify_the_caller(
         body = await reader.readexactly(int(headers["content-length"]))
         try:
             verify_webhook(b"s3cr3t", headers, body)
-            writer.write(response(COMMIT))
+            writer.write(answer_to(body, response(COMMIT)))
         except BadSignature:
             writer.write(response(b"", "401 Unauthorized"))
 

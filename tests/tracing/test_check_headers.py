@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.kit.http_answers import COMMIT, LOOPBACK, ask, read_request, response
+from tests.kit.http_answers import COMMIT, LOOPBACK, answer_to, ask, read_request, response
 from txbroker.checkers.base import Answered, CheckCall
 from txbroker.checkers.http import HttpChecks
 from txbroker.core.records import CheckReason, Decision, Header, Message
@@ -25,9 +25,9 @@ class Server:
         self.url = ""
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        headers, _ = await read_request(reader)
+        headers, body = await read_request(reader)
         self.seen.append(headers)
-        writer.write(response(COMMIT))
+        writer.write(answer_to(body, response(COMMIT)))
         await writer.drain()
         writer.close()
 

@@ -48,7 +48,11 @@ class Hello(_Operation, frozen=True, tag="hello"):
 
 
 class Prepare(_Operation, frozen=True, tag="prepare"):
-    """Store a half message. `retry` is obsolete; proxies ignore it."""
+    """Store a half message. `retry` is obsolete; proxies ignore it.
+
+    With a `dedup_key` that an earlier transaction of the group holds nothing is stored; the answer
+    is that transaction's status.
+    """
 
     call: int
     id: str
@@ -59,6 +63,7 @@ class Prepare(_Operation, frozen=True, tag="prepare"):
     retry: bool = False
     check_attempts_max: int | None = None
     check_timeout_s: float | None = None
+    dedup_key: str | None = None
 
 
 class Decide(_Operation, frozen=True, tag="decide"):
@@ -81,7 +86,8 @@ class AskEarly(_Operation, frozen=True, tag="ask"):
 
 
 class CheckAnswer(_Operation, frozen=True, tag="answer"):
-    """The answer to a `CheckQuestion`; `decision` None: this process is busy or draining."""
+    """The answer to a `CheckQuestion`; `decision` None: this process is busy or draining, or, with
+    `ask_again_s`, cannot find the answer out now. Other instances are asked first."""
 
     call: int
     decision: Decision | None
@@ -134,6 +140,7 @@ class Welcome(_Operation, frozen=True, tag="welcome"):
         owners: the URL of each half partition's owner, "" without one.
         url: this proxy's own URL, as in `owners`.
         dedup_window_s: how long a prepare may be retried with its id.
+        dedup_keys: the proxy knows `Prepare.dedup_key`; earlier versions ignore it.
     """
 
     version: int
@@ -143,6 +150,7 @@ class Welcome(_Operation, frozen=True, tag="welcome"):
     url: str
     dedup_window_s: float
     transaction_bytes_max: int
+    dedup_keys: bool = False
 
 
 class Owners(_Operation, frozen=True, tag="owners"):

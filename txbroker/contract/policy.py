@@ -41,6 +41,14 @@ _SecretRef = Annotated[
     ),
 ]
 
+_SignedAnswers = Annotated[
+    bool,
+    Meta(
+        description="Answers of the check URL count only if they are signed with the secret, as "
+        "the questions are."
+    ),
+]
+
 
 class PolicyError(ValueError):
     """A group's policy cannot work; the message names the change."""
@@ -60,6 +68,7 @@ class GroupPolicy(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         parallel: calls to this group that may be in flight at a time.
         answer_bytes_max: the largest answer, bytes; the maximum is that of a session's frame.
             Groups whose checks replace messages need more than the default.
+        signed_answers: an answer of the check URL decides only if it is signed with the secret.
     """
 
     check_url: _CheckUrl | None = None
@@ -70,6 +79,7 @@ class GroupPolicy(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     timeout_s: Annotated[float, Meta(ge=TIMEOUT_S_MIN, le=TIMEOUT_S_MAX)] | None = None
     parallel: Annotated[int, Meta(ge=1, le=PARALLEL_MAX)] | None = None
     answer_bytes_max: Annotated[int, Meta(ge=1024, le=16 * 1024 * 1024)] | None = None
+    signed_answers: _SignedAnswers | None = None
 
     def validate(self) -> None:
         """Raise PolicyError if a field cannot work."""
@@ -78,6 +88,8 @@ class GroupPolicy(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
             split_check_url(self.check_url)
         if self.secret_ref is not None:
             _check_secret_ref(self.secret_ref)
+        elif self.signed_answers:
+            raise PolicyError("signed_answers needs a secret_ref: register one with it")
 
     def checks(self, default: CheckPolicy) -> CheckPolicy:
         """Return when this group's transactions are checked; `default` fills unset fields."""

@@ -34,6 +34,10 @@ from txbroker.errors import BadRequest, ConfigurationError, TxbrokerError
 
 LOCK_WAIT_S = 2.0
 """How long a check waits for a lock: less than the proxy waits for an answer."""
+CONNECT_S = 2
+"""How long a check waits for a connection: then it reports that the database does not answer."""
+READ_S = 3
+"""How long it waits for an answer on it: longer than for a lock."""
 BUSY_AGAIN_S = 2.0
 """The "not yet" of a check that found the row or the database locked."""
 _COMMIT, _ROLLBACK = Decision.COMMIT.value, Decision.ROLLBACK.value
@@ -96,7 +100,8 @@ class Barrier:
         cannot commit any more. `NotYet` only while the row or the database is locked.
 
         Raises:
-            ConfigurationError, DatabaseUnavailable
+            DatabaseUnavailable: the check is repeated, and uses no attempt.
+            ConfigurationError
         """
         transaction_id = _checked(transaction)
         with self.database.explained():
@@ -208,15 +213,19 @@ class PostgresBarrier(Barrier):
 
     Args:
         database: `Postgres`, or its `conninfo`.
-        options: of `Postgres`, such as `create_tables`.
+        options: of `Postgres`, such as `create_tables`. `connect_timeout` is 2 seconds by default,
+            which is less than a proxy waits for an answer.
 
     Raises:
         ConfigurationError: see `Postgres`.
     """
 
     def __init__(self, database: str | Postgres = "", **options: Any) -> None:
-        given = Postgres(database, **options) if isinstance(database, str) else database
-        super().__init__(given)
+        if isinstance(database, str):
+            if "connect_timeout" not in database:
+                options = {"connect_timeout": CONNECT_S, **options}
+            database = Postgres(database, **options)
+        super().__init__(database)
 
 
 class MariaDBBarrier(Barrier):
@@ -224,15 +233,20 @@ class MariaDBBarrier(Barrier):
 
     Args:
         database: `MariaDB`, or its URL.
-        options: of `MariaDB`, such as `create_tables`.
+        options: of `MariaDB`, such as `create_tables`. `connect_timeout` is 2 seconds and
+            `read_timeout` 3 by default, which is less than a proxy waits for an answer.
 
     Raises:
         ConfigurationError: see `MariaDB`.
     """
 
     def __init__(self, database: str | MariaDB = "", **options: Any) -> None:
-        given = MariaDB(database, **options) if isinstance(database, str) else database
-        super().__init__(given)
+        if isinstance(database, str):
+            for name, seconds in (("connect_timeout", CONNECT_S), ("read_timeout", READ_S)):
+                if name not in database:
+                    options.setdefault(name, seconds)
+            database = MariaDB(database, **options)
+        super().__init__(database)
 
 
 class SqliteBarrier(Barrier):

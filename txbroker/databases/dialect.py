@@ -103,6 +103,8 @@ class Dialect(Struct, frozen=True, kw_only=True):
 
     def fault(self, error: BaseException) -> Fault:
         """Return what an error means, also one that SQLAlchemy or Django has wrapped."""
+        if type(error).__module__ == "sqlalchemy.exc" and type(error).__name__ == "TimeoutError":
+            return Fault.UNAVAILABLE  # its pool has no connection
         return self.fault_of(original(error))
 
     def limited(self, lock_wait_s: float, idle_s: float) -> Iterator[str]:
@@ -167,10 +169,9 @@ def _postgresql_fault(error: BaseException) -> Fault:
     if state:
         gone = state.startswith(("08", "53", "57P", "58"))  # also: disk or memory is full
         return Fault.UNAVAILABLE if gone else _BY_STATE.get(state, Fault.OTHER)
-    lost = type(error).__name__ in (
-        "OperationalError",
-        "InterfaceError",
-        "ConnectionDoesNotExistError",
+    # Also subclasses, such as psycopg's ConnectionTimeout and the PoolTimeout of its pool.
+    lost = {"OperationalError", "InterfaceError", "ConnectionDoesNotExistError"}.intersection(
+        kind.__name__ for kind in type(error).__mro__
     )
     return Fault.UNAVAILABLE if lost or isinstance(error, OSError) else Fault.OTHER
 

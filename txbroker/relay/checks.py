@@ -32,6 +32,7 @@ from txbroker.contract import policy
 from txbroker.contract.checks import CheckFunction, CheckRequest, Commit, NotYet
 from txbroker.contract.signing import secret_key
 from txbroker.core.records import CheckReason, Decision
+from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.outbox.undecided import CHECKS_MAX, UndecidedRows
 from txbroker.databases.sessions import in_thread
 from txbroker.errors import ConfigurationError, TxbrokerError
@@ -208,6 +209,8 @@ class FunctionFinder:
                 return _result(await self._call(request))
         except TimeoutError:
             return Unclear(f"no answer within {timeout_s:g} s")
+        except DatabaseUnavailable as error:
+            return Unreached(shortened(str(error)), ask_again_s=0.0)
         except Exception as error:
             log.error("check function failed", id=call.id, error=f"{type(error).__name__}: {error}")
             return Unclear(shortened(f"{type(error).__name__}: {error}"))

@@ -25,10 +25,17 @@ from txbroker.sdk.types import (
     Limits,
     Outcome,
     ProducerClosed,
+    Repeated,
     TransactionOptions,
     Untrusted,
 )
-from txbroker.sdk.webhook import BadSignature, is_test_call, parse_check, verify_webhook
+from txbroker.sdk.webhook import (
+    BadSignature,
+    check_answer,
+    is_test_call,
+    parse_check,
+    verify_webhook,
+)
 
 __all__ = [
     "AlreadyRecorded",
@@ -52,6 +59,7 @@ __all__ = [
     "Outcome",
     "PostgresBarrier",
     "ProducerClosed",
+    "Repeated",
     "Rollback",
     "SqliteBarrier",
     "State",
@@ -60,6 +68,7 @@ __all__ = [
     "TransactionOptions",
     "TransactionalProducer",
     "Untrusted",
+    "check_answer",
     "is_test_call",
     "parse_check",
     "verify_webhook",

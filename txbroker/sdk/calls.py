@@ -22,10 +22,11 @@ from msgspec import Struct, structs
 
 from txbroker.contract.frames import AskEarly, Decide, Prepare, Status
 from txbroker.core.records import Decision, Message
-from txbroker.core.routing import make_id, order_hash, parse_id
+from txbroker.core.routing import dedup_hash, make_id, order_hash, parse_id
 from txbroker.errors import (
     AlreadyDecided,
     BadId,
+    ConfigurationError,
     IdExpired,
     Overloaded,
     OwnerUnavailable,
@@ -34,7 +35,7 @@ from txbroker.errors import (
 from txbroker.sdk.checks import LocalTransactions
 from txbroker.sdk.router import Router
 from txbroker.sdk.session import AnsweredOperation, Session, SessionLost
-from txbroker.sdk.types import Limits, backoff_s, size_of
+from txbroker.sdk.types import Limits, Outcome, Repeated, backoff_s, size_of
 
 _log = logging.getLogger("txbroker.sdk")
 
@@ -129,6 +130,7 @@ class Draft(Struct):
     check_interval_s: float | None = None
     check_attempts_max: int | None = None
     check_timeout_s: float | None = None
+    dedup_key: str | None = None
 
 
 class _RetryState:
@@ -233,10 +235,19 @@ def _left_open(operation: AnsweredOperation | None) -> str:
     )
 
 
+def _is_another(status: Status, operation: Prepare) -> bool:
+    """Return True if the answer to a prepare with a `dedup_key` is the status of an earlier
+    transaction, or of its own after a check decided it: then the key is taken."""
+    return status.id != operation.id or status.decision is not None
+
+
 class Calls:
     """The calls of one producer; `number` returns that of a new call."""
 
-    def __init__(self, router: Router, local: LocalTransactions, limits: Limits) -> None:
+    def __init__(
+        self, group: str, router: Router, local: LocalTransactions, limits: Limits
+    ) -> None:
+        self._group = group
         self._router = router
         self._local = local
         self._limits = limits
@@ -253,11 +264,14 @@ class Calls:
 
         Raises:
             RequestError: it was refused; or it timed out, and its outcome is unknown.
+            Repeated: another transaction has its `dedup_key`.
         """
         time_s, limits = asyncio.get_running_loop().time, self._limits
         began_s = time_s()
-        first = draft.messages[0]
+        first, key = draft.messages[0], draft.dedup_key
         order = order_hash(draft.order_key, first.topic, first.key)
+        if key is not None and draft.order_key is None:
+            order = dedup_hash(self._group, key)  # before the message's key, as proxies do
         retry: _RetryState | None = None
         operation: Prepare | None = None
         room, size = self._prepares, size_of(draft.messages)
@@ -271,6 +285,11 @@ class Calls:
                     retry = retry or self._retry_state(began_s)
                     place = await retry.wait(self._router.place(order))
                 session, partition = place
+                if key is not None and not session.dedup_keys:
+                    raise ConfigurationError(
+                        "the proxy is of an earlier version, which knows no dedup_key in sessions: "
+                        "upgrade the proxies"
+                    )
                 now_s = time_s()
                 until_s = now_s + session.dedup_window_s * RETRY_SHARE_OF_WINDOW
                 until_s = min(until_s, retry.until_s if retry else began_s + limits.retry_s)
@@ -282,6 +301,11 @@ class Calls:
                     retry = retry or self._retry_state(began_s)
                     retry.until_s = until_s
                     status = await self._again(operation, partition, retry, error)
+                if key is not None and status is not None and _is_another(status, operation):
+                    self._local.settled(operation.id)
+                    operation = None
+                    decision = status.decision or Decision.UNKNOWN
+                    raise Repeated(Outcome(status.id, decision, status.state))
                 if status is not None and status.decision is None:
                     return status
                 if status is not None and status.decision is Decision.COMMIT:
@@ -324,6 +348,7 @@ class Calls:
             False,
             draft.check_attempts_max,
             draft.check_timeout_s,
+            draft.dedup_key,
         )
 
     def _abandon(self, transaction_id: str, *, sent: bool) -> None:

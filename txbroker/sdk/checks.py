@@ -16,6 +16,7 @@ from txbroker import tracing
 from txbroker.contract.checks import Answer, CheckFunction, CheckRequest, Commit, NotYet
 from txbroker.contract.frames import CheckAnswer, CheckQuestion
 from txbroker.core.records import Decision
+from txbroker.databases import DatabaseUnavailable
 from txbroker.errors import TooLarge, TxbrokerError
 from txbroker.sdk.session import Session
 from txbroker.sdk.types import Limits, ProducerClosed, checked_replacement
@@ -27,6 +28,8 @@ DETAIL_LENGTH_MAX = 200
 """Maximum length of an answer's detail; the transaction's timeline keeps it."""
 
 
+UNAVAILABLE_AGAIN_S = 5.0
+"""When a check is repeated that cannot reach its database, at the earliest, seconds."""
 REMEMBERED_MAX = 10_000
 """Undelivered decisions and abandoned prepares that are remembered; the oldest are dropped. Without
 them a check calls the check function, which costs a query of the database."""
@@ -184,6 +187,9 @@ class CheckAnswerer:
                 if step is not None:
                     step.note({tracing.DECISION: str(answer.decision)})
                 return answer
+        except DatabaseUnavailable as error:
+            _log.warning("the check of %s is to be repeated: %s", check.id, error)
+            return _not_taken(check, "the database does not answer", UNAVAILABLE_AGAIN_S)
         except (Exception, SystemExit) as error:
             return _failed(check, error)
         except asyncio.CancelledError as error:
@@ -235,14 +241,20 @@ def _call(function: CheckFunction, request: CheckRequest) -> Answer | Awaitable[
     try:
         return function(request)
     except StopIteration as error:
-        raise RuntimeError("the check function raised StopIteration") from error
+        raise TxbrokerError("the check function raised StopIteration") from error
 
 
 def _failed(check: CheckQuestion, error: BaseException) -> CheckAnswer:
-    """Return an unknown that names the error, and log it; the traceback at level `debug`."""
-    detail = f"{type(error).__name__}: {error}"[:DETAIL_LENGTH_MAX]
-    _log.error("the check of %s failed: answered as unknown: %s", check.id, detail)
+    """Return an unknown that names the error, and log it; the traceback at level `debug`.
+
+    Only texts of txbroker's own errors leave this process: others may hold data of the service.
+    """
+    kind = type(error).__name__
+    _log.error("the check of %s failed: answered as unknown: %s: %s", check.id, kind, error)
     _log.debug("where the check of %s failed", check.id, exc_info=error)
+    detail = f"the check function raised {kind}"
+    if isinstance(error, TxbrokerError):
+        detail = f"{kind}: {error}"[:DETAIL_LENGTH_MAX]
     return CheckAnswer(check.call, Decision.UNKNOWN, detail=detail)
 
 
@@ -271,5 +283,5 @@ def _in_frame(answer: object, check: CheckQuestion, by: str) -> CheckAnswer:
     )
 
 
-def _not_taken(check: CheckQuestion, why: str) -> CheckAnswer:
-    return CheckAnswer(check.call, None, detail=why)
+def _not_taken(check: CheckQuestion, why: str, ask_again_s: float | None = None) -> CheckAnswer:
+    return CheckAnswer(check.call, None, ask_again_s, detail=why)

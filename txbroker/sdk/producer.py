@@ -110,7 +110,7 @@ class TransactionalProducer:
         self._local = LocalTransactions(self._limits.running_again_s)
         self._desk = CheckAnswerer(check, self._local, self._limits)
         self._router = Router(self._urls, self._open_session, self._desk.arrived, self._limits)
-        self._calls = Calls(self._router, self._local, self._limits)
+        self._calls = Calls(self.group, self._router, self._local, self._limits)
         self._draining = False
 
     def __repr__(self) -> str:

@@ -131,6 +131,7 @@ class Session:
         url: the proxy's own URL, as in lists of owners.
         owners: each half partition's owner in this proxy's view, "" if there is none.
         dedup_window_s: how long a prepare may be retried with its id.
+        dedup_keys: the proxy knows `Prepare.dedup_key`.
         opened_at: on the event loop's clock.
     """
 
@@ -145,6 +146,7 @@ class Session:
         self.url = url.rstrip("/")
         self.owners = _without_slashes(welcome.owners)
         self.dedup_window_s = welcome.dedup_window_s
+        self.dedup_keys = welcome.dedup_keys
         self.opened_at = loop.time()
         self._loop = loop
         self._connection = connection

@@ -169,13 +169,14 @@ class Transaction:
 
     def _leave_in_doubt(self, error: BaseException | None) -> None:
         """Leave it undecided and request an early check: an exception does not prove that the local
-        transaction failed."""
+        transaction failed. Only the exception's type leaves this process: its text may hold data of
+        the service."""
         if self._status is not None:
             return
         self._local.settled(self.id)
         reason = "the function returned unknown"
         if error is not None:
-            reason = f"the block ended with {type(error).__name__}: {error}"
+            reason = f"the block ended with {type(error).__name__}"
         self._calls.ask_early(self.id, reason[:REASON_LENGTH_MAX])
 
 

@@ -24,6 +24,23 @@ class ProducerClosed(TxbrokerError):
     """The producer is closed, draining or not started yet: nothing was sent."""
 
 
+class Repeated(TxbrokerError):
+    """A transaction with this `dedup_key` exists already: nothing was stored, and the local
+    transaction does not run.
+
+    Attributes:
+        outcome: the status of that transaction: `decision` is UNKNOWN while it is undecided,
+            because its local transaction still runs, or a check has yet to decide it.
+    """
+
+    def __init__(self, outcome: "Outcome") -> None:
+        super().__init__(
+            f"transaction {outcome.id} has the same dedup_key; it is {outcome.state}: "
+            "answer as for the first request"
+        )
+        self.outcome = outcome
+
+
 class Untrusted(OwnerUnavailable):
     """The TLS handshake failed: one side does not trust the other's certificate, or it has expired
     or is for another host name. Nothing was sent. The operator must fix the certificate; calls of a
@@ -110,6 +127,8 @@ class TransactionOptions(TypedDict, total=False):
         check_interval_s: time between two checks, likewise.
         check_attempts_max: checks until an undecided transaction parks, 1 to 15, likewise.
         check_timeout_s: how long the answer to a check may take, 0.1 to 60 seconds, likewise.
+        dedup_key: names a business request, at most 1000 characters: a second transaction of the
+            group with the same key raises `Repeated` instead, for the proxies' `dedup_window_s`.
     """
 
     order_key: str | None
@@ -117,6 +136,7 @@ class TransactionOptions(TypedDict, total=False):
     check_interval_s: float | None
     check_attempts_max: int | None
     check_timeout_s: float | None
+    dedup_key: str | None
 
 
 # --- checks of arguments ---------------------------------------------------------------------
@@ -226,6 +246,7 @@ _OPTIONS: dict[str, Callable[[str, object], str | float]] = {
     "check_interval_s": _seconds,
     "check_attempts_max": _attempts,
     "check_timeout_s": _seconds,
+    "dedup_key": checked_text,
 }
 
 

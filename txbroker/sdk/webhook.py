@@ -1,6 +1,5 @@
-"""For services with a check URL: verify the call, parse the question."""
+"""For services with a check URL: verify the call, parse the question, write the answer."""
 
-import hmac
 import time
 from collections.abc import Iterable
 from datetime import datetime
@@ -8,23 +7,18 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from txbroker.contract.checks import CheckRequest
-from txbroker.contract.json import MessageError, decode_messages
+from txbroker.contract.checks import Answer, CheckRequest, Commit, NotYet
+from txbroker.contract.json import MessageError, decode_messages, message_to_json
 from txbroker.contract.signing import (
     ID_HEADER,
-    SIGNATURE_HEADER,
     TEST_HEADER,
-    TIMESTAMP_HEADER,
+    TOLERANCE_S,
+    flaw,
     secret_key,
-    sign,
 )
-from txbroker.core.records import CheckReason
+from txbroker.contract.signing import headers as signing_headers
+from txbroker.core.records import CheckReason, Decision
 from txbroker.errors import BadRequest, ConfigurationError, TxbrokerError
-
-TOLERANCE_S = 300.0
-"""Maximum age of a call, or its lead: allows for clock drift and limits replays."""
-SIGNATURES_MAX = 16
-"""Signatures that are compared: more than a change of secrets needs."""
 
 
 class SupportsItems(Protocol):
@@ -77,29 +71,14 @@ def verify_webhook(
     """
     if not isinstance(body, (bytes, bytearray, memoryview)):
         raise TypeError(f"body is the request's body as bytes, not {type(body).__name__}")
-    given = _by_name(headers)
-    call_id = _header(given, ID_HEADER)
-    timestamp = _header(given, TIMESTAMP_HEADER)
-    signatures = _header(given, SIGNATURE_HEADER)
-    if not (timestamp.isascii() and timestamp.isdigit() and len(timestamp) <= 12):
-        raise BadSignature(f"{TIMESTAMP_HEADER} is not a number of seconds")
-    off_s = (time.time() if now is None else now) - int(timestamp)
-    if abs(off_s) > tolerance_s:
-        raise BadSignature(f"the call is {off_s:.0f} s old; {tolerance_s:g} s are allowed")
     try:
         key = secret_key(secret)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
-    try:
-        right = sign(key, call_id, int(timestamp), body).encode()
-    except UnicodeEncodeError:
-        raise BadSignature(f"{ID_HEADER} is not text") from None
-    # Every signature is compared, in constant time, so that timing reveals nothing.
-    matches = False
-    for signature in signatures.split(" ")[:SIGNATURES_MAX]:
-        matches |= hmac.compare_digest(signature.encode(errors="replace"), right)
-    if not matches:
-        raise BadSignature("no signature of the call matches the secret")
+    now_s = time.time() if now is None else now
+    why = flaw(key, _by_name(headers), body, now_s=now_s, tolerance_s=tolerance_s)
+    if why:
+        raise BadSignature(f"the call is not signed with the secret: {why}")
 
 
 def is_test_call(headers: RequestHeaders) -> bool:
@@ -137,6 +116,58 @@ def parse_check(body: bytes) -> CheckRequest:
     )
 
 
+def check_answer(
+    question: CheckRequest,
+    answer: Answer,
+    *,
+    secret: str | bytes | None = None,
+    headers: RequestHeaders = (),
+    now: float | None = None,
+) -> tuple[bytes, dict[str, str]]:
+    """Return body and headers of the answer to a check-back, for a response with status 200.
+
+    Args:
+        question: as `parse_check` returned it: the answer names its id.
+        answer: as of a check function.
+        secret: the group's: the answer is signed, as groups with `signed_answers` require. None: it
+            is not signed.
+        headers: the request's, if `secret` is given.
+        now: seconds since 1970; None: this machine's clock.
+
+    Raises:
+        TypeError: it is no answer.
+        BadRequest: `headers` has no `webhook-id`.
+        ConfigurationError: the secret itself is malformed.
+    """
+    fields: dict[str, Any] = {"id": question.id}
+    match answer:
+        case Decision():
+            fields["decision"] = answer
+        case NotYet(after_s):
+            fields |= {"decision": Decision.UNKNOWN, "ask_again_s": after_s}
+        case Commit(messages):
+            fields["decision"] = Decision.COMMIT
+            if messages is not None:
+                fields["messages"] = [message_to_json(message) for message in messages]
+        case _:
+            raise TypeError(
+                f"a check answers a Decision, Commit or NotYet, not {type(answer).__name__}"
+            )
+    body = msgspec.json.encode(fields)
+    answered = {"content-type": "application/json"}
+    if secret is not None:
+        call_id = _by_name(headers).get(ID_HEADER)
+        if not call_id:
+            raise BadRequest(f"the call has no header {ID_HEADER}: pass its headers")
+        try:
+            key = secret_key(secret)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
+        now_s = time.time() if now is None else now
+        answered |= dict(signing_headers(key, call_id, int(now_s), body))
+    return body, answered
+
+
 def _by_name(headers: RequestHeaders) -> dict[str, str]:
     """Return headers by their name in lower case."""
     items: Any = headers.items() if hasattr(headers, "items") else headers
@@ -153,11 +184,4 @@ def _text(value: object) -> str:
         return value.decode("latin-1")
     if not isinstance(value, str):
         raise TypeError
-    return value
-
-
-def _header(headers: dict[str, str], name: str) -> str:
-    value = headers.get(name)
-    if not value:
-        raise BadSignature(f"the call has no header {name}")
     return value

@@ -138,7 +138,10 @@ def _fixed(noted: str, status: int = 200, body: bytes = b"", **headers: str) -> 
     async def fixed(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
         checks.note(asked, noted)
         return web.Response(
-            status=status, body=body, headers=headers, content_type="application/json"
+            status=status,
+            body=body.replace(b"ASKED", str(asked["id"]).encode()),
+            headers=headers,
+            content_type="application/json",
         )
 
     return fixed
@@ -184,11 +187,12 @@ KINDS: dict[str, Answer] = {
     "503": _fixed("not yet", 503),
     "redirect": _fixed("unknown", 302, location="http://127.0.0.1:1/elsewhere"),
     "garbage": _fixed("unknown", body=b"\xff\x00{]"),
-    "other-decision": _fixed("unknown", body=b'{"decision": "maybe"}'),
+    "other-decision": _fixed("unknown", body=b'{"id": "ASKED", "decision": "maybe"}'),
     "cut-off": _cut_off,
     "huge": _huge,
     "unknown": _after("unknown"),
-    "not-yet": _fixed("not yet", body=b'{"decision": "unknown", "ask_again_s": 2}'),
+    "not-yet": _fixed("not yet", body=b'{"id": "ASKED", "decision": "unknown", "ask_again_s": 2}'),
+    "nameless": _fixed("unknown", body=b'{"decision": "commit"}'),
     "changing": _changing,
 }
 
@@ -222,7 +226,7 @@ class EvilChecks:
 
     def answer(self, asked: Json, decision: str) -> web.StreamResponse:
         self.note(asked, decision)
-        return web.json_response({"decision": decision})
+        return web.json_response({"id": asked["id"], "decision": decision})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()

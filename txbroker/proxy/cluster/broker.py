@@ -28,7 +28,7 @@ from txbroker.contract.service import (
     alone,
 )
 from txbroker.core.encoding import headers_bytes, installation_headers
-from txbroker.core.records import Cause, CheckPolicy, Half, Message, Place
+from txbroker.core.records import Cause, CheckPolicy, Half, Message, Place, Source
 from txbroker.core.routing import home, partition_of
 from txbroker.door.protocols import Door, TargetFacts
 from txbroker.errors import (
@@ -425,7 +425,9 @@ class Broker:
             owner = self._owner_of(id)
             transaction = await owner.api.get(id)
             check_group(transaction, group)
-            owner.checks.ask(transaction, by, reason)
+            # Only a producer's session names its group.
+            source = Source.PRODUCER if group else Source.OPERATOR
+            owner.checks.ask(transaction, by, reason, source)
             log.debug("check asked for", id=id, by=by, reason=reason)
             return standing(transaction)
 

@@ -412,6 +412,7 @@ class GroupAnswer(AnswerBody, frozen=True):
     timeout_s: float | None = None
     parallel: int | None = None
     answer_bytes_max: int | None = None
+    signed_answers: bool | None = None
     problem: str | None = None
 
 

@@ -399,6 +399,7 @@ class SdkSession:
             instance=self.instance,
             check_attempts_max=operation.check_attempts_max,
             check_timeout_s=operation.check_timeout_s,
+            dedup_key=operation.dedup_key,
         )
         size = self._limits.check_prepare(request)
         if not self._every_topic:
@@ -584,6 +585,7 @@ class SessionServer:
             url=self._context.url,
             dedup_window_s=self._settings.dedup_window_s,
             transaction_bytes_max=self._settings.transaction_bytes_max,
+            dedup_keys=True,
         )
 
     async def _farewell(self, socket: web.WebSocketResponse, error: RequestError) -> None:

@@ -199,8 +199,9 @@ def _operators(record: Record) -> Marker | None:
         marker = decode_marker(record)
     except ValueError:
         return None  # replaced messages
-    # The marker of a check has the schedule as its source, and who asked for it.
-    asked = marker.kind is MarkerKind.CHECK and bool(marker.by)
+    # The marker of a requested check that an earlier version wrote has the schedule as its source.
+    earlier = marker.kind is MarkerKind.CHECK and marker.source is Source.SCHEDULE
+    asked = earlier and bool(marker.by)
     return marker if asked or marker.source is Source.OPERATOR else None
 
 

@@ -82,10 +82,11 @@ class Runner(Protocol):
 
 
 class _Asked(NamedTuple):
-    """A requested check: its earliest time, and by whom and why it was requested."""
+    """A requested check: its earliest time, by which client and why it was requested."""
 
     at_ms: int
     by: str = ""
+    source: Source = Source.OPERATOR
 
 
 class _Attempt(Struct, frozen=True):
@@ -266,8 +267,14 @@ class CheckBack:
 
     # --- requests --------------------------------------------------------------------------
 
-    def ask(self, transaction: Transaction, by: str = "", why: str = "") -> None:
-        """Pull the next attempt forward; its marker records by whom and why it was requested.
+    def ask(
+        self,
+        transaction: Transaction,
+        by: str = "",
+        why: str = "",
+        source: Source = Source.OPERATOR,
+    ) -> None:
+        """Pull the next attempt forward; its marker records who requested it, and why.
 
         Raises:
             NotPending: it is decided or parked, its messages no longer exist, or its next attempt
@@ -293,7 +300,7 @@ class CheckBack:
         due = due_ms(transaction)
         at_ms = max(self._clock.now_ms(), transaction.checks.last_check_ms + ASK_SPACING_MS)
         if due is None or at_ms < due:
-            self._asked[transaction.id] = _Asked(at_ms, f"{by}: {why}" if why else by)
+            self._asked[transaction.id] = _Asked(at_ms, f"{by}: {why}" if why else by, source)
             self._set((transaction.id,), at_ms)
 
     # --- for the runner --------------------------------------------------------------------
@@ -374,7 +381,7 @@ class CheckBack:
                 self._context.marker(
                     transaction,
                     MarkerKind.CHECK,
-                    source=Source.SCHEDULE,
+                    source=Source.SCHEDULE if asked is None else asked.source,
                     by="" if asked is None else asked.by,
                     reason=reason,
                     number=number,
