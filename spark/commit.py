@@ -17,7 +17,7 @@ from txbroker.spark.folders import Folders, remove
 from txbroker.spark.journal import Journal
 from txbroker.spark.lock import tables_locked
 from txbroker.spark.schema import RunSummary
-from txbroker.spark.tables.changes import changes, run_row
+from txbroker.spark.tables.changes import changes, count_reopened, run_row
 from txbroker.spark.tables.findings import count_findings
 from txbroker.spark.tables.judged import JudgedRun
 from txbroker.spark.tables.layout import DRIFT, LATENCY
@@ -72,6 +72,7 @@ def commit(
         open_findings=totals.open,
         acknowledged=totals.acknowledged,
         changed_findings=totals.changed,
+        reopened=count_reopened(judged),
         checks=check_run(judged, staged.get(LATENCY), store.read),
     )
     summary = ended(counted)

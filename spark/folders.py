@@ -45,6 +45,11 @@ class Folders(Struct, frozen=True):
         return f"{self.out.rstrip('/')}/{kind}/run={run}"
 
 
+def run_of(folder: str) -> str:
+    """Return the run that has a folder."""
+    return folder.rpartition("run=")[2]
+
+
 def remove(spark: SparkSession, path: str) -> None:
     """Remove a folder with its contents, if it exists."""
     with _located(spark, path) as (where, files):

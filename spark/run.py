@@ -43,6 +43,7 @@ from txbroker.spark.judge.scope import (
     scope_of,
     scope_of_part,
     scope_of_stored,
+    targets_to_look_up,
 )
 from txbroker.spark.launch.failures import in_words
 from txbroker.spark.report.summary import (
@@ -62,7 +63,12 @@ from txbroker.spark.schema import (
     TopicNames,
 )
 from txbroker.spark.session import RunCost, spread
-from txbroker.spark.tables.current import current_verdicts, earlier_rows
+from txbroker.spark.tables.current import (
+    counting_rows,
+    current_verdicts,
+    earlier_rows,
+    rows_of_topics,
+)
 from txbroker.spark.tables.judged import JudgedRun
 from txbroker.spark.tables.store import TableStore, open_store
 
@@ -287,14 +293,32 @@ class _Audit:
             return self._look(staged, before)
 
     def _scope(self, staged: Extract, before: CarriedState | None) -> Scope:
+        known = self._rows_to_look_up(staged.cut, before)
         if self._settings.mode == "part":
-            return scope_of_part(staged, self._terms, self._settings.part)
-        if before is None:
-            return scope_of(self._spark, self._folders, staged, None, self._kept)
-        self._on_stage("looking up earlier runs")
-        if self._settings.mode == "rejudged":
-            return scope_of_stored(self._spark, self._folders, staged, before)
-        return scope_of(self._spark, self._folders, staged, before, self._kept)
+            return scope_of_part(staged, self._terms, self._settings.part, known)
+        if before is not None:
+            self._on_stage("looking up earlier runs")
+        if self._settings.mode == "rejudged" and before is not None:
+            return scope_of_stored(self._spark, self._folders, staged, before, known)
+        return scope_of(self._spark, self._folders, staged, before, known, self._kept)
+
+    def _rows_to_look_up(
+        self, cut: SnapshotBounds, before: CarriedState | None
+    ) -> DataFrame | None:
+        """Return the rows of transactions with messages for targets that were deleted, created or
+        truncated since; None where there are none."""
+        again = self._settings.mode == "rejudged"
+        topics = targets_to_look_up(None if again else before, cut)
+        if not topics or not self._store.exists:
+            return None
+        with settled(self._settings.data_dir, self._store, self._journal):
+            self._store = self._opened()
+            rows = self._kept(rows_of_topics(self._counting(cut, self._run), sorted(topics)))
+            return rows if rows.count() else None
+
+    def _counting(self, cut: SnapshotBounds, since: str) -> DataFrame:
+        """Return the rows of `transactions` that count in this run; see `counting_rows`."""
+        return counting_rows(self._store, since, cut.half)
 
     def _look(self, staged: Extract, before: CarriedState | None) -> RunSummary:
         scope, cut = self._scope(staged, before), staged.cut
@@ -321,18 +345,18 @@ class _Audit:
                 written,
                 tally.carried,
             )
-        since = self._run if before is None else before.chain.runs[0].run
-        current = partial(current_verdicts, self._store, written, since)
         # From the first read of the tables on, so that none of their files is removed meanwhile.
         with settled(self._settings.data_dir, self._store, self._journal):
             self._store = self._opened()  # expiry may have removed rows since the run began
-            missing = self._missing(current, cut)
+            chain = self._run if before is None else before.chain.runs[0].run
+            current = partial(self._current, written, cut)
+            missing = self._missing(partial(current, cut.half.since), cut)
             unknown_to_ms = self._unknown_to_ms(horizon.half_begin_ms, len(cut.half.ends))
-            business, compared = self._compared(current, unknown_to_ms)
+            business, compared = self._compared(partial(current, chain), unknown_to_ms)
             summary = with_topics_and_business(summary, missing, business, compared)
             self._on_stage("writing the tables")
             # A run of a part may have written rows of any transaction that this one has judged.
-            alone = mode == "incremental" and self._known is not None
+            alone = mode == "incremental" and self._known is not None and not self._known.reopened
             again = scope.judged_again if alone else written.select("id")
             judged = JudgedRun(
                 summary=summary,
@@ -354,6 +378,12 @@ class _Audit:
             )
             return commit(self._journal, self._store, judged, self._ended)
 
+    def _current(self, written: DataFrame, cut: SnapshotBounds, since: str) -> DataFrame:
+        """Return the valid verdict of each transaction; of a part, of each that it judged.
+        `since`: as in `counting_rows`."""
+        rows, whole = self._counting(cut, since), self._settings.mode != "part"
+        return current_verdicts(rows, written, whole=whole)
+
     def _ended(self, summary: RunSummary) -> RunSummary:
         took_s = time.monotonic() - self._began_s
         return structs.replace(
@@ -374,7 +404,7 @@ class _Audit:
     def _missing(self, current: Callable[[], DataFrame], cut: SnapshotBounds) -> DataFrame | None:
         """Return the transactions committed to missing topics; None where no topic is missing.
 
-        `current`: returns the valid verdict of each transaction since the last full run.
+        `current`: returns the valid verdict of each transaction.
         """
         if not missing_topics(cut):
             return None

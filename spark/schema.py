@@ -44,14 +44,16 @@ a commit, by `seq`; null where it announces none. An incomplete batch is no mark
 
 VISIBLE = """
     id string, id_ms bigint, topic string, partition int, offset bigint, at_ms bigint, seq int,
-    count int, body bigint, headers bigint, headers_if_alone bigint, append_time boolean
+    count int, body bigint, headers bigint, headers_if_alone bigint, append_time boolean,
+    former boolean
 """
 """One row for each record that this installation promoted to a target topic; a target's other
 records are left out.
 
 `at_ms`: its timestamp. `append_time`: whether that is the broker's (timestamp type LogAppendTime),
 not its producer's. `headers_if_alone`: of a message of several, the value of `headers` if the
-sequence header were a user's header of a single message.
+sequence header were a user's header of a single message. `former`: an earlier run has read it in
+a topic of that name that was deleted or truncated since; null: the record is there.
 """
 
 PARKED = """
@@ -299,6 +301,8 @@ class TopicRead(Struct, frozen=True):
         kept_ms: retention time; 0 where size or compaction may remove a record sooner.
         id: the topic's id; a recreated topic has another.
         unread: why the topic was not read, empty where it was; offsets are then the last run's.
+        since: the first run that read the topic as it is now, or found it deleted: earlier ones
+            have read another topic of that name, or one that was truncated since. Empty: none has.
     """
 
     topic: str
@@ -311,6 +315,7 @@ class TopicRead(Struct, frozen=True):
     kept_ms: int = 0
     id: str = ""
     unread: str = ""
+    since: str = ""
 
 
 class SnapshotBounds(Struct, frozen=True):
@@ -339,6 +344,11 @@ class SnapshotBounds(Struct, frozen=True):
     asked_ms: int = 0
     """When Kafka returned the targets' first offsets, by the brokers' clocks; a long run reads for
     hours before. 0: an earlier version did not store it."""
+
+    @property
+    def since(self) -> dict[str, str]:
+        """The first run that read a target as it is now, by topic; see `TopicRead`."""
+        return {target.topic: target.since for target in self.targets if target.since}
 
 
 class TimeSpan(NamedTuple):
@@ -516,6 +526,7 @@ class RunSummary(Struct, frozen=True):
         open_findings: open findings in the table `drift` after the run, by kind.
         changed_findings: rows of that table that the run changed.
         checks: the run compared with the limits of a file.
+        reopened: open transactions that an earlier run saw promoted: their rows stay.
         cost: what Spark spent on it until its tables were staged: `jobs`, `tasks`, `cpu_ms` (of
             Java in tasks), `input_bytes`, `shuffle_bytes`, `spill_bytes` (on disk).
     """
@@ -547,6 +558,7 @@ class RunSummary(Struct, frozen=True):
     open_findings: dict[str, int] = {}
     changed_findings: int = 0
     checks: tuple[CheckResult, ...] = ()
+    reopened: int = 0
     cost: dict[str, int] = {}
 
     @property

@@ -209,9 +209,24 @@ def drift_in_words(run: RunSummary) -> str:
         text += f" Failed checks: {'; '.join(map(_failed, failed))}."
     if run.acknowledged:
         text += f" Acknowledged findings: {kinds_in_words(run.acknowledged)}."
+    still_open = _still_open(run)
+    text += still_open
     if not run.open_drift:
-        return f"{text} {'No other drift' if run.acknowledged else 'No drift'}."
+        which = "other " if run.acknowledged else "new " if still_open else ""
+        return f"{text} No {which}drift."
     return f"{text} Drift! {kinds_in_words(run.open_drift)}."
+
+
+def _still_open(run: RunSummary) -> str:
+    """Return the open findings in the tables that this run has not found again."""
+    left = {kind: n - run.drift.get(kind, 0) for kind, n in run.open_findings.items()}
+    earlier = {kind: number for kind, number in left.items() if number > 0}
+    if not earlier:
+        return ""
+    return (
+        f" Findings of earlier runs that are still open: {kinds_in_words(earlier)}. This run did "
+        "not judge their transactions again."
+    )
 
 
 def _failed(check: CheckResult) -> str:

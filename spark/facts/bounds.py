@@ -19,7 +19,7 @@ from txbroker.core.records import Record
 from txbroker.kafka.tools.audit_access import Stored
 from txbroker.spark.access import AuditError, TopicEnds
 from txbroker.spark.judge.rows import can_be_topic
-from txbroker.spark.schema import TopicRead
+from txbroker.spark.schema import SnapshotBounds, TopicRead
 
 
 def read_on(
@@ -38,7 +38,7 @@ def read_on(
             f"topic {now.topic} is not the topic that the last run read: it was recreated, or this "
             "is another Kafka cluster. Run a full audit (--full)"
         )
-    if len(now.ends) < len(was) or any(end < old for end, old in zip(now.ends, was, strict=False)):
+    if is_replaced(now, before):
         raise AuditError(
             f"topic {now.topic} ends before the offset that the last run reached: it was "
             "truncated. Run a full audit (--full)"
@@ -51,6 +51,13 @@ def read_on(
     ends = tuple(max(begin, end) for begin, end in zip(begins, now.ends, strict=True))
     facts = now.compacted, now.open, now.kept_ms, now.id
     return TopicRead(now.topic, now.starts, begins, ends, taken, *facts)
+
+
+def is_replaced(now: TopicEnds, last: TopicRead | None) -> bool:
+    """Return whether records that were last read are gone with their topic, or with its end."""
+    was = () if last is None else last.ends
+    shorter = len(now.ends) < len(was) or any(map(int.__lt__, now.ends, was))
+    return shorter or not _is_same(now, last)
 
 
 def _is_same(now: TopicEnds, last: TopicRead | None) -> bool:
@@ -76,17 +83,41 @@ def read_target(
     now: TopicEnds | None,
     before: TopicRead | None,
     counted_from: TopicRead | None = None,
+    run: str = "",
 ) -> TopicRead:
-    """Return the bounds of a target as `read_on` does, or why it is not read.
+    """Return the bounds of a target as `read_on` does, or why it is not read. One that was deleted
+    and created again, or truncated, is read from its start.
 
-    `topic`: the name in a half message. `now`: None where the topic does not exist.
+    Args:
+        topic: the name in a half message.
+        now: None where the topic does not exist.
+        run: the name of this run.
     """
+    last = counted_from if before is None else before
+    since = "" if last is None else last.since
     why = (now.unread if now else "") if can_be_topic(topic) else "no topic can have this name"
     if why:
         # The next run with the right to read it continues from the last one.
         was = gone(topic) if before is None else before
-        return msgspec.structs.replace(was, begins=was.ends, taken=0, open=(), unread=why)
-    return gone(topic) if now is None else read_on(now, before, counted_from)
+        return msgspec.structs.replace(
+            was, begins=was.ends, taken=0, open=(), unread=why, since=since
+        )
+    if last is not None and any(last.ends) and (now is None or is_replaced(now, last)):
+        before, counted_from, since = None, None, run
+    read = gone(topic) if now is None else read_on(now, before, counted_from)
+    return msgspec.structs.replace(read, since=since)
+
+
+def renewed(before: SnapshotBounds, now: SnapshotBounds) -> frozenset[str]:
+    """Return the targets that are not those that the run `before` read: they were deleted, created
+    or truncated since."""
+    was = {target.topic: target for target in before.targets}
+    return frozenset(
+        target.topic
+        for target in now.targets
+        if (last := was.get(target.topic)) is not None
+        if target.since != last.since or (target.ends and not (last.ends or last.unread))
+    )
 
 
 def gone(topic: str) -> TopicRead:

@@ -30,6 +30,7 @@ from txbroker.spark.facts.bounds import (
     find_far,
     from_positions,
     held,
+    is_replaced,
     read_on,
     read_target,
     to_end,
@@ -42,7 +43,7 @@ from txbroker.spark.facts.messages import (
     with_contents,
 )
 from txbroker.spark.facts.topics import TopicReader, count_of, in_words
-from txbroker.spark.folders import make, names_in, remove, replace
+from txbroker.spark.folders import make, names_in, remove, replace, run_of
 from txbroker.spark.schema import (
     Extract,
     Facts,
@@ -84,7 +85,7 @@ def extract(
         before: bounds of the run that this one continues; None reads everything.
         keys_before: half facts of earlier runs that hold a `dedup_key` within the dedup window
             before `before`.
-        counted_from: bounds of the last run, which this one does not continue: records that
+        counted_from: bounds of the last run, even if this one does not continue it: records that
             retention removed are counted from there, and a part reads its targets.
         part: the transactions to judge; None: all.
     """
@@ -106,6 +107,7 @@ class _Extraction:
         self._spark, self._access, self._names = spark, access, names
         self._reader = TopicReader(spark, access)
         self._terms, self._folder, self._before = terms, folder.rstrip("/"), before
+        self._run = run_of(self._folder)
         self._was, self._counted_from = _by_topic(before), _by_topic(counted_from)
         self._written: dict[str, WrittenRows] = {}
 
@@ -174,7 +176,7 @@ class _Extraction:
         ends = self._access.ends(topics)
         was, counted_from = self._was, self._counted_from
         reads = [
-            read_target(topic, ends.get(topic), was.get(topic), counted_from.get(topic))
+            read_target(topic, ends.get(topic), was.get(topic), counted_from.get(topic), self._run)
             for topic in sorted(topics)
         ]
         timed = {topic for topic, now in ends.items() if now.append_time}
@@ -223,7 +225,11 @@ class _Extraction:
             return {row["topic"] for row in rows.select("topic").distinct().collect()}
 
     def _read_on(self, now: TopicEnds) -> TopicRead:
-        return read_on(now, self._was.get(now.topic), self._counted_from.get(now.topic))
+        was, last = self._was.get(now.topic), self._counted_from.get(now.topic)
+        read, known = read_on(now, was, last), was or last
+        if known is None or is_replaced(now, known):
+            return msgspec.structs.replace(read, since=self._run)
+        return msgspec.structs.replace(read, since=known.since)
 
     # --- writing -----------------------------------------------------------------------------
 

@@ -75,11 +75,16 @@ class RemainingRuns(NamedTuple):
 
 
 class EarlierFacts:
-    """The facts of the runs since the last full run, including that run's."""
+    """The facts of the runs since the last full run, including that run's.
 
-    def __init__(self, spark: SparkSession, folders: Folders, left: RemainingRuns) -> None:
+    `since`: the first run that read a target as it is now, see `TopicRead`.
+    """
+
+    def __init__(
+        self, spark: SparkSession, folders: Folders, left: RemainingRuns, since: Mapping[str, str]
+    ) -> None:
         self._spark, self._folders = spark, folders
-        self._runs = left.runs
+        self._runs, self._since = left.runs, since
         times = (left.removed_ms, *(run.last_ms for run in left.runs))
         self._last_ms = max((ms for ms in times if ms is not None), default=None)
         """The greatest time in all ids; no younger id was ever read."""
@@ -157,8 +162,7 @@ class EarlierFacts:
         return markers.groupBy("id", "id_ms", "partition").agg(F.max("offset").alias("offset"))
 
     def _table(self, name: str, runs: Sequence[str]) -> DataFrame:
-        paths = [f"{self._folders.facts(run)}/{name}" for run in runs]
-        return read_facts(self._spark, name, paths)
+        return facts_of_runs(self._spark, self._folders, name, runs, self._since)
 
 
 def left_of(runs: Sequence[PastRun], there: Set[str]) -> RemainingRuns:
@@ -181,6 +185,31 @@ def read_facts(spark: SparkSession, name: str, paths: Sequence[str]) -> DataFram
     """Return a table of facts that earlier runs have read: all of them are early."""
     rows = spark.read.schema(TABLES[name]).parquet(*paths)
     return rows.withColumn("early", F.lit(True)) if "early" in rows.columns else rows
+
+
+def facts_of_runs(
+    spark: SparkSession,
+    folders: Folders,
+    name: str,
+    runs: Sequence[str],
+    since: Mapping[str, str],
+) -> DataFrame:
+    """Return a table of facts of earlier runs. `since`: as in `EarlierFacts`."""
+    alike: dict[frozenset[str], list[str]] = {}
+    for run in runs:
+        topics = (topic for topic, first in since.items() if run < first)
+        former = frozenset(topics if name == "visible" else ())
+        alike.setdefault(former, []).append(f"{folders.facts(run)}/{name}")
+    parts = [as_former(read_facts(spark, name, paths), of) for of, paths in alike.items()]
+    return reduce(DataFrame.unionByName, parts)
+
+
+def as_former(visible: DataFrame, topics: Set[str]) -> DataFrame:
+    """Return visible records, of which those in these topics are not there any more."""
+    if not topics:
+        return visible
+    former = F.when(F.col("topic").isin(*topics), F.lit(True)).otherwise(F.col("former"))
+    return visible.withColumn("former", former)
 
 
 def times_of(
@@ -353,13 +382,16 @@ def stored(spark: SparkSession, folders: Folders, chain: Chain) -> Extract:
             f"the facts of earlier runs are not in {folders.out}: they were removed. Run a full "
             "audit (--full)"
         )
-    *earlier, last = (folders.facts(run) for run in left)
+    *earlier, last = left
     # Of the last run only, some facts are younger than its targets.
-    facts = Facts(*(spark.read.schema(TABLES[name]).parquet(f"{last}/{name}") for name in TABLES))
+    newest = folders.facts(last)
+    facts = Facts(*(spark.read.schema(TABLES[name]).parquet(f"{newest}/{name}") for name in TABLES))
     if earlier:
-        paths = {name: [f"{folder}/{name}" for folder in earlier] for name in TABLES}
-        facts = facts | Facts(*(read_facts(spark, name, paths[name]) for name in TABLES))
-    broken = [f"{folder}/broken" for folder in (*earlier, last)]
+        since = chain.cut.since
+        facts = facts | Facts(
+            *(facts_of_runs(spark, folders, name, earlier, since) for name in TABLES)
+        )
+    broken = [f"{folders.facts(run)}/broken" for run in left]
     counts = {
         name: TableCount(table.count(), 0, None) for name, table in zip(TABLES, facts, strict=True)
     }

@@ -357,6 +357,7 @@ def visible_facts(records: DataFrame, prefix: str) -> DataFrame:
         headers_hash(F.when(ours, after_seq).otherwise(after_id)).alias("headers"),
         F.when(ours, headers_hash(after_id)).alias("headers_if_alone"),
         (F.col("timestampType") == 1).alias("append_time"),
+        F.lit(None).cast("boolean").alias("former"),
         F.when(F.col("id_ms").isNull(), F.lit("its txb-id is not a transaction id")).alias("why"),
         F.lit(False).alias("own"),
     )

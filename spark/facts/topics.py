@@ -99,6 +99,7 @@ TAKEN_BY_RETENTION = (
     r"(?:OffsetOutOfRange|DATA_LOSS|data may have been lost|aged out|PARTITION_OFFSET_CHANGED)"
 )
 """Spark's errors for records that were removed before it read them."""
+DELETED_TOPIC = r"(?:UnknownTopicOrPartition|does not host this topic)"
 _SENTENCES = (
     (
         r"Not authorized to access topics: \[?([^\]\s]*)",
@@ -115,7 +116,7 @@ _SENTENCES = (
         "lengthen the topics' retention beyond the duration of an audit",
     ),
     (
-        r"(?:UnknownTopicOrPartition|does not host this topic)",
+        DELETED_TOPIC,
         "a topic was deleted while it was read: run the audit again",
     ),
     (

@@ -15,6 +15,8 @@ LATER_MIN_MS, LATER_MAX_MS = 1000, 3_600_000
 """Bounds of the delay that a "not yet" answer sets."""
 CLOCKS_APART_MS = 1000
 """Tolerated difference of brokers' clocks: a check that is early by less is no finding."""
+EARLY_MS = 2 * CLOCKS_APART_MS
+"""Tolerated time by which a record may be older than its decision, by the clocks of two brokers."""
 _DECISIONS = frozenset({"commit", "rollback"})
 
 

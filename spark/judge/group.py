@@ -222,7 +222,10 @@ def _shows(seq: Column) -> Column:
         & (row["partition"] == half["target_partition"])
         & (row["body"] == half["body"])
         & (row["headers"] == half["headers"])
-        & (row["append_time"] | (row["at_ms"] == F.coalesce(half["timestamp_ms"], marker["at_ms"])))
+        & F.when(row["append_time"], row["at_ms"] >= marker["at_ms"] - fold.EARLY_MS).otherwise(
+            row["at_ms"] == F.coalesce(half["timestamp_ms"], marker["at_ms"])
+        )
+        & row["former"].isNull()
     )
 
 

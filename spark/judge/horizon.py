@@ -166,6 +166,12 @@ class SavedHorizon(Struct, frozen=True):
         return Horizon(self.half_start, self.half_begin_ms, self.op_begin_ms, taken_ms)
 
 
+def without_topics(horizon: Horizon, topics: Set[str]) -> Horizon:
+    """Return a horizon that does not know these targets."""
+    taken_ms = {place: ms for place, ms in horizon.taken_ms.items() if place[0] not in topics}
+    return horizon._replace(taken_ms=taken_ms)
+
+
 def without_removed(horizon: Horizon, removed_ms: int | None, half_partitions: int) -> Horizon:
     """Return a horizon for which the facts of removed runs are unknown.
 
@@ -192,9 +198,14 @@ class RetentionGaps(Struct, frozen=True):
         return bool(self.half or self.op or self.targets or self.blind)
 
 
-def gaps_between(before: SnapshotBounds, now: SnapshotBounds) -> RetentionGaps:
-    """Return where this run could not continue at the offset where the last one ended."""
-    was = {target.topic: target for target in before.targets}
+def gaps_between(
+    before: SnapshotBounds, now: SnapshotBounds, renewed: Set[str] = frozenset()
+) -> RetentionGaps:
+    """Return where this run could not continue at the offset where the last one ended.
+
+    `renewed`: targets that the last run did not read as they are now.
+    """
+    was = {target.topic: target for target in before.targets if target.topic not in renewed}
     return RetentionGaps(
         frozenset(_gaps(before.half, now.half)),
         frozenset(_gaps(before.op, now.op)),

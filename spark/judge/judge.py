@@ -8,7 +8,7 @@ and `rows` are imported: Spark ships these modules to its executors by value.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from txbroker.spark.judge.fold import CopiedMessages, TransactionFold
+from txbroker.spark.judge.fold import EARLY_MS, CopiedMessages, TransactionFold
 from txbroker.spark.judge.rows import (
     ALWAYS,
     NOTHING_TAKEN,
@@ -135,6 +135,10 @@ def _compare(fold: TransactionFold, visible: Sequence[VisibleFact]) -> None:
         stamp_ms = decided.at_ms if message.timestamp_ms is None else message.timestamp_ms
         if not row.append_time and row.at_ms != stamp_ms:
             fold.findings.setdefault("timestamp_changed", f"{where}: {row.at_ms}, not {stamp_ms}")
+        early_ms = decided.at_ms - row.at_ms
+        if row.append_time and early_ms > EARLY_MS:
+            early = f"message {row.seq} in {where}, {early_ms} ms before the commit"
+            fold.findings.setdefault("visible_without_commit", early)
 
 
 def _hold_contrary(fold: TransactionFold, visible: Sequence[VisibleFact]) -> None:
@@ -284,16 +288,22 @@ def _end(
             f"message {first.seq} for {first.topic} was not searched: the topic could not be read"
         )
         missing = [row for row in missing if not horizon.is_unread(row.topic)]
-    if not missing or not decided.early or age_ms <= terms.late_after_ms:
+    former = {row.seq for row in facts.former}
+    vanished = [row for row in missing if row.seq in former]
+    # Of what an earlier run has seen, no promotion is in flight.
+    in_time = not vanished and (not decided.early or age_ms <= terms.late_after_ms)
+    if not missing or in_time:
         return "committed", True
     if all(_may_be_gone(horizon, decided, row) for row in missing):
         return ("committed", True) if unread else ("gone", False)
-    first = missing[0]
+    first = (vanished or missing)[0]
     hidden = all((row.topic, row.target_partition) in horizon.hidden for row in missing)
-    kind = "lost" if age_ms > terms.lost_after_ms and not hidden else "late"
+    is_lost = vanished or (age_ms > terms.lost_after_ms and not hidden)
+    kind = "lost" if is_lost else "late"
     fold.findings[kind] = (
         f"{len(missing)} of {len(half)} not visible {age_ms // 1000} s after the commit:"
         f" message {first.seq} for {first.topic}-{first.target_partition}"
+        + (", which an earlier run has seen in a former topic" if vanished else "")
         + (", which ends in an open transaction" if hidden else "")
     )
     return "committed", True
@@ -385,13 +395,18 @@ def _sorted(facts: TransactionFacts) -> TransactionFacts:
     half = {(row.partition, row.offset): row for row in facts.half}
     op = {(row.partition, row.offset): row for row in facts.op}
     parked = {(row.partition, row.offset): row for row in facts.parked}
-    visible = {(row.seq, row.topic, row.partition, row.offset): row for row in facts.visible}
+    visible = {
+        (row.seq, row.topic, row.partition, row.offset): row
+        for row in facts.visible
+        if not row.former
+    }
     return TransactionFacts(
         facts.id,
         [half[place] for place in sorted(half)],
         [op[place] for place in sorted(op)],
         [visible[place] for place in sorted(visible)],
         [parked[place] for place in sorted(parked)],
+        [row for row in facts.visible if row.former],
     )
 
 

@@ -165,6 +165,7 @@ class VisibleFact(NamedTuple):
     body: int
     headers: int
     append_time: bool
+    former: bool | None = None
 
 
 class ParkedFact(NamedTuple):
@@ -191,13 +192,18 @@ class ParkedFact(NamedTuple):
 
 
 class TransactionFacts(NamedTuple):
-    """All records of one transaction, in any order; duplicates count once."""
+    """All records of one transaction, in any order; duplicates count once.
+
+    `judge` splits `visible` into the records that are there, and `former`: those that an earlier
+    run has read in a topic that was deleted or truncated since.
+    """
 
     id: str
     half: Sequence[HalfFact] = ()
     op: Sequence[MarkerFact] = ()
     visible: Sequence[VisibleFact] = ()
     parked: Sequence[ParkedFact] = ()
+    former: Sequence[VisibleFact] = ()
 
 
 class MessagePosition(NamedTuple):

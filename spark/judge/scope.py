@@ -1,14 +1,15 @@
 """Which transactions a run judges, and how far back their evidence reaches."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 from msgspec import structs
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from txbroker.spark.facts.history import CarriedState, EarlierFacts, left_of
+from txbroker.spark.facts.bounds import renewed
+from txbroker.spark.facts.history import CarriedState, EarlierFacts, as_former, left_of
 from txbroker.spark.facts.messages import id_time_ms
 from txbroker.spark.folders import Folders, runs_in
 from txbroker.spark.judge.group import judge_facts
@@ -19,6 +20,7 @@ from txbroker.spark.judge.horizon import (
     parked_from_ms,
     with_gaps,
     without_removed,
+    without_topics,
 )
 from txbroker.spark.judge.rows import Horizon, JudgeTerms, kept_from_ms
 from txbroker.spark.schema import Extract, Facts, Part, SnapshotBounds, Terms
@@ -54,6 +56,7 @@ def scope_of(
     folders: Folders,
     staged: Extract,
     before: CarriedState | None,
+    known: DataFrame | None,
     keep: Callable[[DataFrame], DataFrame],
 ) -> Scope:
     """Return what a run judges: the facts that it has read, and those of earlier runs that are
@@ -62,15 +65,18 @@ def scope_of(
     Args:
         staged: the facts that the run has read, and its snapshot bounds.
         before: the state that the last run left; None in a full run.
+        known: rows of `current.rows_of_topics` for targets that were deleted, created or truncated
+            since the last run, or in a full run since any; None: there are none.
         keep: caches a table until the end of the run.
     """
     new, cut = staged.facts, staged.cut
     if before is None:
-        return Scope(new, horizon_of(new, cut))
+        return Scope(with_former(new, known, cut), horizon_of(new, cut))
     left = left_of(before.chain.runs, runs_in(spark, folders.facts("")))
-    history = EarlierFacts(spark, folders, left)
-    horizon = before.chain.horizon.read()
-    gaps = gaps_between(before.chain.cut, cut)
+    history = EarlierFacts(spark, folders, left, cut.since)
+    topics = renewed(before.chain.cut, cut)
+    horizon = without_topics(before.chain.horizon.read(), topics)
+    gaps = gaps_between(before.chain.cut, cut, topics)
     if gaps:
         # Markers that this run has not read are older than all that it has read.
         decided_ms = max(before.chain.cut.op_clock_ms, default=-1)
@@ -78,42 +84,76 @@ def scope_of(
     last_ms = max((*before.chain.cut.op_clock_ms, *before.chain.cut.half_clock_ms), default=0)
     horizon = horizon._replace(parked_from_ms=parked_from_ms(new.parked, cut, last_ms))
     old, judged = before.facts, before.ids
+    old = old._replace(visible=as_former(old.visible, topics))
     again: DataFrame | None = None
     strangers = history.strangers(new, before.ids) if staged.rows else None
+    if known is not None:
+        ended = known.join(before.ids, "id", "left_anti").select("id", "id_ms")
+        some = ended if strangers is None else strangers.unionAll(ended)
+        strangers = some.groupBy("id").agg(F.first("id_ms").alias("id_ms"))
+        new = with_former(new, known, cut)
     if strangers is not None:
         strangers = keep(strangers)
         judged = judged.union(strangers.select("id"))
-        known = history.facts(strangers)
-        if known is not None:
-            known = Facts(*map(keep, known))
-            old = old | known
-        again = _judged_again(strangers, known, left.removed_ms)
+        earlier = history.facts(strangers)
+        if earlier is not None:
+            earlier = Facts(*map(keep, earlier))
+            old = old | earlier
+        again = _judged_again(strangers, earlier, left.removed_ms)
     decided = strangers is not None or before.chain.rows.get("op")
     near = history.neighbours(old, new | old) if decided else None
     if near is None:
         return Scope(new | old, horizon, None, left.removed_ms, again)
     near = keep(near.join(judged, "id", "left_anti"))
-    known = history.facts(near)
-    facts = new | old if known is None else new | old | known
+    compared = history.facts(near)
+    facts = new | old if compared is None else new | old | compared
     return Scope(facts, horizon, near, left.removed_ms, again)
 
 
-def scope_of_part(staged: Extract, terms: Terms, part: Part) -> Scope:
+def targets_to_look_up(before: CarriedState | None, cut: SnapshotBounds) -> frozenset[str]:
+    """Return the targets of which the rows of earlier runs may not hold any more: in a run that
+    does not continue another one, all that were ever deleted or truncated."""
+    return frozenset(cut.since) if before is None else renewed(before.chain.cut, cut)
+
+
+def scope_of_part(staged: Extract, terms: Terms, part: Part, known: DataFrame | None) -> Scope:
     """Return what a run of a part judges: the facts that it has read of these transactions, and of
-    those that they are compared with."""
+    those that they are compared with. `known`: as in `scope_of`."""
     near = F.col("id_ms").between(*part.id_times_ms(terms)) | F.col("id_ms").isNull()
-    facts = Facts(*(table.where(near) for table in staged.facts))
+    facts = with_former(staged.facts, known, staged.cut)
+    facts = Facts(*(table.where(near) for table in facts))
     return Scope(facts, horizon_of(staged.facts, staged.cut), part=part)
 
 
+def with_former(facts: Facts, known: DataFrame | None, cut: SnapshotBounds) -> Facts:
+    """Return facts with the messages that earlier runs have seen in targets that were deleted or
+    truncated since. `known`: as in `scope_of`."""
+    if known is None or not cut.since:
+        return facts
+    places = known.where("state = 'promoted'").select("id", "id_ms", "run", F.inline("places"))
+    former = [
+        (F.col("topic") == topic) & (F.col("run") < since) for topic, since in cut.since.items()
+    ]
+    rows = places.where(reduce(Column.__or__, former)).drop("run")
+    rows = rows.withColumn("former", F.lit(True))
+    visible = facts.visible.unionByName(rows, allowMissingColumns=True)
+    return facts._replace(visible=visible)
+
+
 def scope_of_stored(
-    spark: SparkSession, folders: Folders, staged: Extract, before: CarriedState
+    spark: SparkSession,
+    folders: Folders,
+    staged: Extract,
+    before: CarriedState,
+    known: DataFrame | None,
 ) -> Scope:
-    """Return what a run judges again: `staged`, the facts of all runs of a chain."""
+    """Return what a run judges again: `staged`, the facts of all runs of a chain. `known`: as in
+    `scope_of`."""
     left = left_of(before.chain.runs, runs_in(spark, folders.facts("")))
     parked_ms = parked_from_ms(staged.facts.parked, staged.cut, 0)
     horizon = before.chain.horizon.read()._replace(parked_from_ms=parked_ms)
-    return Scope(staged.facts, horizon, removed_ms=left.removed_ms)
+    facts = with_former(staged.facts, known, staged.cut)
+    return Scope(facts, horizon, removed_ms=left.removed_ms)
 
 
 def _judged_again(

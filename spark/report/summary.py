@@ -22,6 +22,7 @@ from txbroker.spark.schema import (
     SnapshotBounds,
     Terms,
 )
+from txbroker.spark.tables.current import is_kept
 
 AGE_BOUNDS_MS = (
     1000, 5000, 15_000, 60_000, 300_000, 900_000, 3_600_000, 21_600_000, 86_400_000, 604_800_000,
@@ -160,11 +161,12 @@ def unread_topics(cut: SnapshotBounds) -> dict[str, str]:
 def committed_to_missing(
     verdicts: DataFrame, op: str, cut: SnapshotBounds, terms: Terms
 ) -> DataFrame:
-    """Return the transactions that were committed, and are late, to topics that do not exist.
+    """Return the transactions that were committed to topics that do not exist, without those that
+    are still within their time to become visible.
 
-    Whether a message was visible before its topic was deleted makes no difference: a run that reads
-    everything again cannot know. For the same reason only transactions with a half message that is
-    still there count. Refused ones are left out, because their copy is kept.
+    Whether a message was visible before its topic was deleted makes no difference: a first run
+    cannot know. For the same reason only transactions with a half message that is still there
+    count. Refused ones are left out, because their copy is kept.
 
     Args:
         verdicts: the valid verdict of each transaction.
@@ -173,14 +175,14 @@ def committed_to_missing(
     Returns:
         Columns as in `judged.MISSING`, `decided_at_ms`, and the topics as `missing`.
     """
-    starts = F.array(*[F.lit(start).cast("bigint") for start in cut.half.starts])
     names = F.array(*map(F.lit, missing_topics(cut)))
-    late = (
+    late = F.col("decided_at_ms") < terms.now_ms - terms.late_after_ms
+    over = (
         (F.col("decision") == "commit")
         & (F.col("state") != "refused")
-        & (F.col("decided_at_ms") < terms.now_ms - terms.late_after_ms)
+        & ((F.col("state") != "committed") | late)
     )
-    missing = verdicts.where(late).withColumn("missing", F.array_intersect("topics", names))
+    missing = verdicts.where(over).withColumn("missing", F.array_intersect("topics", names))
     return missing.where(F.size("missing") > 0).select(
         "id",
         F.lit("target_missing").alias("kind"),
@@ -189,9 +191,7 @@ def committed_to_missing(
         F.col("half_partition").alias("partition"),
         F.col("op_offset").alias("offset"),
         F.concat(F.lit("committed to "), F.array_join("missing", ", ")).alias("why"),
-        F.coalesce(
-            F.col("half_offset") >= F.get(starts, F.col("half_partition")), F.lit(False)
-        ).alias("kept"),
+        is_kept(cut.half).alias("kept"),
         "decided_at_ms",
         "missing",
     )

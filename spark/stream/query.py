@@ -214,6 +214,11 @@ class Sources(Struct, frozen=True):
     lenient: bool = False
     starts: Mapping[str, Mapping[str, int]] = {}
 
+    @property
+    def topics(self) -> list[str]:
+        """All topics that are judged."""
+        return [self.names.half, self.names.op, self.names.parked, *sorted(self.targets)]
+
 
 def ship_by_value() -> None:
     """Make Spark send our modules to its executors, which need not have txbroker installed."""

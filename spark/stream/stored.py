@@ -8,7 +8,7 @@ the end of the batch before is moved past it. So each stretch of such records co
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Set
 from threading import Lock, Thread
 from typing import Any, TypeVar
 
@@ -48,6 +48,7 @@ class StreamProgress(Struct, frozen=True, kw_only=True):
             hold was counted yet.
         examples: the newest transactions with findings.
         held: number of transactions in the state: `open`, and `ended` ones that are remembered.
+        replaced: targets that were deleted after the stream had read them.
     """
 
     v: int = 1
@@ -60,6 +61,7 @@ class StreamProgress(Struct, frozen=True, kw_only=True):
     set_aside: tuple[BrokenRecord, ...] = ()
     passed: dict[str, int] = {}
     held: dict[str, int] = {}
+    replaced: frozenset[str] = frozenset()
 
 
 class EventLoopThread:
@@ -122,6 +124,30 @@ class FindingSink:
         with self._one_at_a_time:
             self._write(lambda before: (_passed(before, records), ()))
 
+    def find_replaced(self, topics: Mapping[str, str], at_ms: int) -> None:
+        """Store a finding of each of these targets, with the reason; repeated ones count once."""
+
+        def step(before: StreamProgress) -> _Step:
+            new = {name: why for name, why in topics.items() if name not in before.replaced}
+            if not new:
+                return before, ()
+            kind = "target_missing"
+            shown = [Example(name, (kind,), "", why) for name, why in new.items()]
+            drift = {**before.drift, kind: before.drift.get(kind, 0) + len(new)}
+            progress = msgspec.structs.replace(
+                before,
+                drift=drift,
+                examples=tuple([*shown, *before.examples][:EXAMPLES_MAX]),
+                replaced=before.replaced | new.keys(),
+            )
+            row = {**FINDING, "state": "opened", "kind": kind}
+            row |= dict.fromkeys(("at_ms", "first_ms", "last_ms"), at_ms)
+            rows = ({**row, "id": name, "topic": name, "why": why} for name, why in new.items())
+            return progress, self._findings(rows)
+
+        with self._one_at_a_time:
+            self._write(step)
+
     def take(self, rows: DataFrame, batch: int) -> None:
         """Store a batch; Spark's `foreachBatch` calls this."""
         # The last call of a stopped query may still run when the next query begins.
@@ -173,7 +199,7 @@ class FindingSink:
             else:
                 return
 
-    def _findings(self, rows: Iterable[Row]) -> Iterator[tuple[str, bytes]]:
+    def _findings(self, rows: Iterable[Row | Mapping[str, Any]]) -> Iterator[tuple[str, bytes]]:
         for row in rows:
             place = [None if row[name] == none else row[name] for name, none in _NONE.items()]
             yield drift_event(
@@ -291,6 +317,7 @@ class StreamManifest(Struct, frozen=True, kw_only=True):
         buckets, slot_ms: layout of the state; fixed.
         targets: topics that half messages name, whether they exist or not.
         read: those of them that the checkpoint knows.
+        ids: the ids of the topics that are read, by name.
         taken: partitions of which records were gone.
     """
 
@@ -303,6 +330,7 @@ class StreamManifest(Struct, frozen=True, kw_only=True):
     slot_ms: int
     targets: frozenset[str] = frozenset()
     read: frozenset[str] = frozenset()
+    ids: dict[str, str] = {}
     taken: tuple[TakenPartition, ...] = ()
 
     def horizon(self, half: str, op: str) -> Horizon:
@@ -323,14 +351,26 @@ class StreamManifest(Struct, frozen=True, kw_only=True):
             },
         )
 
-    def with_taken(self, new: "list[TakenPartition]") -> "StreamManifest":
-        """Return the manifest with more such partitions; earlier entries stay."""
+    def with_taken(
+        self, new: "list[TakenPartition]", renewed: Set[str] = frozenset()
+    ) -> "StreamManifest":
+        """Return the manifest with more such partitions; earlier entries stay, except those of
+        topics that are `renewed`: deleted, or created again."""
         known = {(taken.topic, taken.partition): taken for taken in new}
         for taken in self.taken:
+            if taken.topic in renewed:
+                continue
             place = (taken.topic, taken.partition)
             if taken.at_ms == ALWAYS or place not in known:
                 known[place] = taken
         return msgspec.structs.replace(self, taken=tuple(known.values()))
+
+    @property
+    def deleted(self) -> frozenset[str]:
+        """The targets that were deleted and do not exist, as far as the stream knows."""
+        return frozenset(
+            taken.topic for taken in self.taken if taken.partition < 0 and taken.at_ms == ALWAYS
+        )
 
     def starts(self, topic: str) -> dict[str, int]:
         """Return the first offset to read of a topic's partitions, where it is not 0."""
@@ -405,19 +445,26 @@ class _BatchOffsets:
         write_whole(self._spark, self._path, "\n".join((*self._head, *sources)).encode())
 
 
-def begin_at(spark: SparkSession, checkpoint: str, starts: Mapping[str, dict[str, int]]) -> None:
+def begin_at(
+    spark: SparkSession,
+    checkpoint: str,
+    starts: Mapping[str, dict[str, int]],
+    renewed: Mapping[str, dict[str, int]] = {},
+) -> None:
     """Let new targets be read from these offsets, by partition; Spark would read them whole.
 
-    No query may run. A stream without a batch yet begins by its reader's options.
+    No query may run. A stream without a batch yet begins by its reader's options. `renewed`: the
+    same for targets that Spark has read before; without offsets it forgets them.
     """
-    if not starts:
+    if not (starts or renewed):
         return
     folder = f"{checkpoint.rstrip('/')}/offsets"
     # The last batch may be repeated. It then begins where the one before it ended.
     numbers = sorted(int(name) for name in names_in(spark, folder) if name.isdigit())[-2:]
     for number in numbers:
         offsets = _BatchOffsets(spark, folder, number)
-        offsets.sources[TARGETS_SOURCE] = {**starts, **offsets.sources[TARGETS_SOURCE]}
+        known = {**starts, **offsets.sources[TARGETS_SOURCE], **renewed}
+        offsets.sources[TARGETS_SOURCE] = {topic: at for topic, at in known.items() if at}
         offsets.write()
 
 

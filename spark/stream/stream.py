@@ -31,8 +31,8 @@ from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
 from txbroker.kafka.tools.audit_results import KafkaDrift
 from txbroker.spark.access import AuditError, AuditKafka, TopicEnds, publish
 from txbroker.spark.facts.bounds import OVERFLOW
-from txbroker.spark.facts.topics import TAKEN_BY_RETENTION
-from txbroker.spark.judge.rows import ALWAYS, can_be_topic, kept_from_ms
+from txbroker.spark.facts.topics import DELETED_TOPIC, TAKEN_BY_RETENTION
+from txbroker.spark.judge.rows import can_be_topic
 from txbroker.spark.launch.failures import in_words
 from txbroker.spark.schema import RunSummary, Terms, TopicNames
 from txbroker.spark.session import spread
@@ -48,6 +48,13 @@ from txbroker.spark.stream.stored import (
     read_home,
     write_home,
 )
+from txbroker.spark.stream.targets import (
+    changed_targets,
+    renewed_home,
+    skipped,
+    starts_of,
+    taken_of,
+)
 
 _LOOK_S = 0.1
 NO_BATCH = -2
@@ -57,9 +64,12 @@ _DEAF_S = 60.0
 """Maximum time of retries while Kafka does not answer."""
 _TICKS_MAX = 30
 """Ticks whose ends Spark has not read; then the next one waits."""
-_CLOCKS_APART_MS = 60_000
-"""How much earlier than `since_ms` the topics that follow the half topic are read."""
 
+_DELETION_S = 5.0
+"""Maximum wait until a broker knows of the deletion on which Spark has failed."""
+_DELETED = (
+    "the topic was deleted: run `txbroker audit run`, which finds the messages that only it held"
+)
 _GAP = (
     "retention removed {} before the stream read them: start a new stream with another "
     "--checkpoint, and run a full audit (txbroker audit run --full) for the gap"
@@ -236,21 +246,11 @@ class AuditStream:
         )
         names = settings.names
         half, op, parked = map(self._access.own_ends, (names.half, names.op, names.parked))
-        taken = self._taken((half, op), home)
-        taken += _skipped(self._access, names, parked, home.since_ms, self._now_ms).values()
+        taken = taken_of(self._access, names, (half, op), home, self._now_ms)
+        taken += skipped(self._access, names, parked, home.since_ms, self._now_ms).values()
         home = home.with_taken(taken)
         write_home(self._spark, settings.checkpoint, home)
         return home
-
-    def _taken(self, topics: Iterable[TopicEnds], home: StreamManifest) -> list[TakenPartition]:
-        """Return the partitions of which records are gone, may go, or are skipped."""
-        taken, names = [], self._settings.names
-        for topic in topics:
-            gone = _gone(topic, self._now_ms)
-            skipped = _skipped(self._access, names, topic, home.since_ms, self._now_ms)
-            taken += [skipped.get(number, each) for number, each in gone.items()]
-            taken += [each for number, each in skipped.items() if number not in gone]
-        return taken
 
     def _add_targets(self, topics: frozenset[str], batch: int) -> None:
         """Store topics that half messages name, so that they survive restarts."""
@@ -273,10 +273,14 @@ class AuditStream:
             ends, self._unread = self._ends(home.read, home.targets - home.read)
             new = ends.keys() - home.read
             fresh = [ends[topic] for topic in sorted(new)]
-            lenient = bool(home.read - ends.keys())
-            lenient |= any(any(topic.starts) for topic in fresh)
-            gone = [TakenPartition(topic, -1, 0, ALWAYS) for topic in home.read - ends.keys()]
-            updated = home.with_taken([*self._taken(fresh, home), *gone])
+            lenient = any(any(topic.starts) for topic in fresh)
+            back = home.deleted & ends.keys()
+            former = [TakenPartition(topic, -1, 0, self._now_ms) for topic in back]
+            names, now_ms = self._settings.names, self._now_ms
+            taken = taken_of(self._access, names, fresh, home, now_ms)
+            updated = home.with_taken([*taken, *former], back)
+            ids = {topic: each.id for topic, each in ends.items() if each.id}
+            updated = msgspec.structs.replace(updated, ids={**ids, **updated.ids})
             if updated != home:
                 self._keep(updated)
             starts = self._starts(updated, ends) if updated.since_ms else {}
@@ -295,6 +299,25 @@ class AuditStream:
             starts=starts,
         )
         return sources, set(new)
+
+    def _renew(self) -> None:
+        """Read targets that were created again from their starts, and deleted ones no longer; each
+        is a finding."""
+        changed = changed_targets(self._access, self._home)
+        if not changed:
+            return
+        self._sink.find_replaced(
+            {
+                topic: _DELETED if ends is None else f"{_DELETED}, and created again"
+                for topic, ends in changed.items()
+            },
+            self._now_ms,
+        )
+        begin_at(self._spark, self._settings.checkpoint, {}, starts_of(changed))
+        there = [ends for ends in changed.values() if ends is not None]
+        with self._lock:
+            taken = taken_of(self._access, self._settings.names, there, self._home, self._now_ms)
+            self._keep(renewed_home(self._home, changed, taken, self._now_ms))
 
     def _starts(
         self, home: StreamManifest, targets: Mapping[str, TopicEnds]
@@ -363,18 +386,31 @@ class AuditStream:
         try:
             self._follow_once()
         except (Py4JError, PySparkException) as error:
+            if self._is_of_deletion(error):
+                return
             if OVERFLOW not in str(error):
                 raise
             checkpoint, aside = self._settings.checkpoint, self._sink.set_aside
             if not read_around(self._spark, checkpoint, self._access, aside):
                 raise
 
+    def _is_of_deletion(self, error: Exception) -> bool:
+        """Return whether Spark has failed because a target was deleted."""
+        until_s = time.monotonic() + _DELETION_S
+        while re.search(f"{TAKEN_BY_RETENTION}|{DELETED_TOPIC}", str(error)):
+            if self._ask(lambda: changed_targets(self._access, self._home)):
+                return True
+            if time.monotonic() > until_s or self._stop.wait(_LOOK_S):
+                break
+        return False
+
     def _follow_once(self) -> None:
         """Run the query until it must be restarted or is stopped."""
+        self._renew()
         sources, new = self._sources()
         for name, value in STATE_CONF.items():
             self._spark.conf.set(name, value)
-        begins = self._access.ends(self._topics(sources)) if sources.lenient else {}
+        begins = self._access.ends(sources.topics) if sources.lenient else {}
         query = self._query(sources)
         self._pending.clear()
         self._unjudged.clear()
@@ -415,10 +451,6 @@ class AuditStream:
         with spread(self._spark, None):
             return writer.start()
 
-    def _topics(self, sources: Sources) -> list[str]:
-        names = sources.names
-        return [names.half, names.op, names.parked, *sorted(sources.targets)]
-
     def _progress(self, query: StreamingQuery) -> Mapping[str, Any] | None:
         """Return Spark's progress of the last batch; raise the error of a query that has ended."""
         # First: the last batch may have ended before the query did.
@@ -457,15 +489,18 @@ class AuditStream:
         self._now_ms = stored.timestamp_ms
         others = self._home.targets - sources.targets
         # A missing topic that is created after this held no message that was visible by now.
-        ends, unread = self._ask(lambda: self._ends(self._topics(sources), others))
+        ends, unread = self._ask(lambda: self._ends(sources.topics, others))
         if any(topic in ends for topic in others) or unread.keys() != self._unread.keys():
             return False
-        for topic in self._topics(sources):
-            if topic not in ends:
-                raise AuditError(f"topic {topic} was deleted: start the stream again")
+        for topic in sources.topics:
+            if topic in sources.targets:
+                if topic not in ends or ends[topic].id != self._home.ids.get(topic, ""):
+                    return False
+            elif topic not in ends:
+                raise AuditError(f"topic {topic} was deleted: restore it, and start another stream")
         cut = {
             (topic, number): end
-            for topic in self._topics(sources)
+            for topic in sources.topics
             for number, end in enumerate(ends[topic].ends)
             if end
         }
@@ -495,40 +530,6 @@ class AuditStream:
 
 async def _open(access: AuditKafka, name: str) -> KafkaDrift:
     return KafkaDrift(access.settings, name)
-
-
-def _gone(topic: TopicEnds, now_ms: int) -> dict[int, TakenPartition]:
-    """Return the partitions of which records are gone or may go."""
-    at_ms = ALWAYS if topic.compacted else now_ms
-    kept_ms = kept_from_ms(now_ms, topic.kept_ms) if topic.kept_ms else 0
-    return {
-        number: TakenPartition(topic.topic, number, start, at_ms, kept_ms)
-        for number, start in enumerate(topic.starts)
-        if start or topic.compacted
-    }
-
-
-def _skipped(
-    access: AuditKafka, names: TopicNames, topic: TopicEnds, since_ms: int, now_ms: int
-) -> dict[int, TakenPartition]:
-    """Return the partitions of which `since_ms` skips records that are still there."""
-    if not since_ms:
-        return {}
-    # The brokers of other topics may have earlier clocks.
-    name, apart_ms = topic.topic, 0 if topic.topic == names.half else _CLOCKS_APART_MS
-    from_ms = since_ms - apart_ms
-    starts = access.offsets_at({name: len(topic.starts)}, from_ms)[name]
-    at_ms = ALWAYS if topic.compacted else now_ms + _CLOCKS_APART_MS
-    if name in (names.half, names.op, names.parked):
-        at_ms = from_ms
-    # A target's timestamps may be the users': the skipped records without one were decided before
-    # that time, all others before now.
-    removed = topic.compacted or (any(topic.starts) and not topic.kept_ms)
-    return {
-        number: TakenPartition(name, number, start, at_ms, 0 if removed else since_ms)
-        for number, start in enumerate(starts)
-        if start > topic.starts[number]
-    }
 
 
 def _end(query: StreamingQuery) -> None:

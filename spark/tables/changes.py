@@ -47,13 +47,32 @@ def changes(judged: JudgedRun, read: Callable[[Table], DataFrame]) -> Iterator[C
 def _replaced(judged: JudgedRun) -> DataFrame | None:
     """Return the rows that this run removes or replaces; None where there are none.
 
-    A transaction that is open again leaves the table. One whose evidence is gone since keeps the
-    row that it has.
+    A transaction that is open again leaves the table. One that was promoted, or whose evidence is
+    gone since, keeps the row that it has until there is another one.
     """
-    if judged.earlier is None or not judged.summary.states.get("gone"):
-        return judged.earlier
-    gone = judged.verdicts.where("verdict = 'gone'").select("id")
-    return judged.earlier.join(gone, "id", "left_anti")
+    if judged.earlier is None:
+        return None
+    replaced = judged.earlier
+    if judged.summary.states.get("gone"):
+        gone = judged.verdicts.where("verdict = 'gone'").select("id")
+        replaced = replaced.join(gone, "id", "left_anti")
+    kept = _reopened(judged)
+    return replaced if kept is None else replaced.join(kept.select("id"), "id", "left_anti")
+
+
+def count_reopened(judged: JudgedRun) -> int:
+    """Return how many transactions are open although an earlier run saw them promoted."""
+    rows = _reopened(judged)
+    return 0 if rows is None else rows.count()
+
+
+def _reopened(judged: JudgedRun) -> DataFrame | None:
+    """Return the rows of promoted transactions that are open again: no message becomes unseen, so
+    its record has vanished. None where there are none."""
+    if judged.earlier is None or not (judged.summary.carried and judged.records_vanished):
+        return None
+    open_again = judged.verdicts.where("carry").select("id")
+    return judged.earlier.where("state = 'promoted'").join(open_again, "id", "left_semi")
 
 
 def transactions(judged: JudgedRun) -> DataFrame | None:

@@ -1,10 +1,12 @@
 """Transactions of earlier runs, beside those of the run in progress."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
+from txbroker.spark.facts.messages import id_time_ms
+from txbroker.spark.schema import TopicRead
 from txbroker.spark.tables.layout import TRANSACTIONS
 from txbroker.spark.tables.store import TableStore
 
@@ -45,17 +47,48 @@ def earlier_rows(
     return keep(table.join(ids.select("id"), "id", "left_semi"))
 
 
-def current_verdicts(store: TableStore, verdicts: DataFrame, since: str) -> DataFrame:
+def counting_rows(store: TableStore, since: str, half: TopicRead) -> DataFrame:
+    """Return the rows of `transactions` that count: of the runs from `since` on, and of all whose
+    half message is still there, because no later run has replaced those.
+
+    `half`: how the half topic was read.
+    """
+    kept = is_kept(half) & (F.col("run") >= half.since)
+    return store.read(TRANSACTIONS).where((F.col("run") >= since) | kept)
+
+
+def is_kept(half: TopicRead) -> Column:
+    """Return whether the half message of a row, or of a verdict, is still in the half topic."""
+    starts = F.array(*[F.lit(start).cast("bigint") for start in half.starts])
+    kept = F.col("half_offset") >= F.get(starts, F.col("half_partition"))
+    return F.coalesce(kept, F.lit(False))
+
+
+def rows_of_topics(rows: DataFrame, topics: Sequence[str]) -> DataFrame:
+    """Return the rows of transactions with a message for, or in, one of these targets: columns
+    `id`, `id_ms`, `state`, `places`, `run`."""
+    names = F.array(*map(F.lit, topics))
+    seen = F.exists("places", lambda place: place["topic"].isin(*topics))
+    return rows.where(F.arrays_overlap("topics", names) | seen).select(
+        "id", id_time_ms(F.col("id")).alias("id_ms"), "state", "places", "run"
+    )
+
+
+def current_verdicts(
+    transactions: DataFrame, verdicts: DataFrame, *, whole: bool = True
+) -> DataFrame:
     """Return one row for each transaction: some columns of `schema.VERDICT`.
 
     A run's verdict counts before the row of an earlier run, except that `gone` replaces nothing:
     retention has removed the evidence since.
 
     Args:
+        transactions: the rows of earlier runs that count.
         verdicts: of this run.
-        since: rows of earlier runs than this do not count.
+        whole: False returns the transactions of this run only.
     """
-    transactions = store.read(TRANSACTIONS).where(F.col("run") >= since)
+    if not whole:
+        transactions = transactions.join(verdicts.select("id"), "id", "left_semi")
     times = ("prepared_at", "decided_at")
     earlier = transactions.select(
         *_SHARED, *(F.unix_millis(time).alias(f"{time}_ms") for time in times)

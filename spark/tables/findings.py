@@ -1,7 +1,8 @@
 """The life of findings: opened, seen again, healed or expired, opened again, and acknowledged.
 
-A finding is open until it is judged again without it, or until the topics no longer hold its
-evidence. A run that did not judge its transaction leaves it as it is.
+A finding is open until a run judges its transaction again, has searched what the finding is about,
+and does not find it; or until the topics no longer hold its evidence. Every other run leaves it as
+it is.
 """
 
 from collections import Counter
@@ -32,6 +33,14 @@ from txbroker.spark.tables.judged import (
 from txbroker.spark.tables.layout import DRIFT, Table
 
 _BUSINESS = tuple(kind.name for kind in BUSINESS_KINDS)
+_WAITING = ("late", "lost")
+"""Found of a commit while it is not visible: only that it became so, or was refused, heals them."""
+_SEEN = (
+    *("rolled_back_visible", "visible_without_commit", "visible_without_half", "visible_twice"),
+    *("refused_visible", "body_changed", "headers_changed", "timestamp_changed", "wrong_target"),
+    *("out_of_order", "contrary_markers"),
+)
+"""Found of records in targets."""
 
 
 def drift(judged: JudgedRun, read: Callable[[Table], DataFrame]) -> Change | None:
@@ -51,7 +60,9 @@ def drift(judged: JudgedRun, read: Callable[[Table], DataFrame]) -> Change | Non
     )
     # Only of findings that were open: a run judges far more transactions than have any.
     was = current.where("state = 'open'").select("id").distinct()
-    again = judged.verdicts.select("id", "verdict").join(was, "id", "left_semi")
+    again = judged.verdicts.select("id", "verdict", "state", "findings", "topics").join(
+        was, "id", "left_semi"
+    )
     lives = lives.join(again, "id", "left")
     removed = F.lit(True).alias("removed")
     if judged.missing is None:
@@ -117,13 +128,13 @@ def _place(names: TopicNames) -> Column:
 def _lived(judged: JudgedRun, lives: DataFrame) -> DataFrame:
     """Return the changed rows, and whether the table holds each (`held`).
 
-    `lives`: `new`, a finding of this run; `old`, the row in the table; `verdict`, the transaction's
-    in this run; each null where there is none.
+    `lives`: `new`, a finding of this run; `old`, the row in the table; `verdict`, `state`,
+    `findings` and `topics` of the transaction in this run; each null where there is none.
     """
     new, old, kind = F.col("new"), F.col("old"), F.col("kind")
     now, run = moment(judged.now_ms), F.lit(judged.run)
-    found = new.isNotNull()
-    end = F.when(~found, _end(judged))
+    found, end = new.isNotNull(), F.col("end")
+    lives = lives.withColumn("end", F.when(new.isNull(), _end(judged)))
     opens = found & (old.isNull() | (old["state"] != "open"))
     accepted = _accepted(judged, F.coalesce(new["grp"], old["grp"]))
     same = [old[f"acknowledged_{name}"].eqNullSafe(accepted[name]) for name in ("at", "until")]
@@ -161,14 +172,25 @@ def _lived(judged: JudgedRun, lives: DataFrame) -> DataFrame:
 def _end(judged: JudgedRun) -> Column:
     """Return how an open finding that was not found again ended; null where it is still open."""
     kind, verdict = F.col("kind"), F.col("verdict")
-    again = F.when(verdict == "gone", "expired").when(verdict.isNotNull(), "healed")
+    seen = kind.isin(*_SEEN)
+    found = F.arrays_overlap("findings", F.array(*map(F.lit, _WAITING)))
+    still_waits = kind.isin(*_WAITING) & (F.col("state") == "committed") & ~found
+    targets = _Targets(judged)
+    again = (
+        F.when(verdict == "gone", "expired")
+        .when(seen & targets.removed(), "expired")
+        # By its age, which depends on terms and clocks, or because a promotion may be in flight.
+        .when(still_waits | ((kind == "refused_visible") & (F.col("state") == "refused")), None)
+        .when(verdict.isNotNull(), "healed")
+    )
     # A full run reads all records that there are.
     unread = F.lit("expired" if judged.is_full else None).cast("string")
     looked = F.lit(not judged.is_part) | verdict.isNotNull()
     # A transaction that no run knows any more is not found again, whether healed or not.
     id = F.col("id")
     unknown = id_time_ms(id) <= of_partition(judged.unknown_to_ms, id_partition(id))
-    expired = (verdict == "gone") | (verdict.isNull() & unknown)
+    lost_sight = (verdict.isNull() | (verdict == "gone")) & unknown
+    expired = (verdict == "gone") | lost_sight
     # Rows are compared with the transactions of all groups.
     other = (
         (kind == "message_without_row") & ~F.col("old")["grp"].isin(*judged.groups)
@@ -180,16 +202,53 @@ def _end(judged: JudgedRun) -> Column:
     alone = F.lit(judged.is_part) & (kind == "out_of_order") & (verdict != "gone")
     return (
         F.when((kind == "unreadable") | alone, unread)
+        .when((seen | kind.isin(*_WAITING, "target_missing")) & targets.unread(), None)
         .when(
             kind == "target_missing",
-            F.when(F.col("removed") | (looked & expired), "expired").when(looked, "healed"),
+            F.when(F.col("removed") | (looked & lost_sight), "expired")
+            .when(verdict != "gone", "healed")
+            .when(verdict.isNull(), unread),
         )
         .when(
             kind.isin(*_BUSINESS),
             F.when((verdict == "gone") | (compared & expired), "expired").when(compared, "healed"),
         )
-        .otherwise(F.coalesce(again, unread))
+        .otherwise(F.when(verdict.isNull(), unread).otherwise(again))
     )
+
+
+class _Targets:
+    """What a run has found of the targets that findings are about."""
+
+    def __init__(self, judged: JudgedRun) -> None:
+        cut = judged.summary.cut
+        self._all = () if cut is None else cut.targets
+
+    def unread(self) -> Column:
+        """Return whether a target of the transaction, or with the evidence, could not be read."""
+        names = [target.topic for target in self._all if target.unread]
+        if not names:
+            return F.lit(False)
+        of_transaction = F.arrays_overlap("topics", F.array(*map(F.lit, names)))
+        return F.coalesce(of_transaction, F.lit(False)) | F.coalesce(
+            F.col("old")["topic"].isin(*names), F.lit(False)
+        )
+
+    def removed(self) -> Column:
+        """Return whether the evidence is a record of a target that is not there any more."""
+        old = F.col("old")
+        known = {t.topic: {"starts": t.starts, "since": t.since} for t in self._all if not t.unread}
+        text = msgspec.json.encode(known).decode()
+        targets = F.from_json(
+            F.lit(text), "map<string, struct<starts: array<bigint>, since: string>>"
+        )
+        target = F.try_element_at(targets, old["topic"])
+        start = F.get(target["starts"], old["partition"])
+        # A topic that was deleted, or created again, may have fewer partitions.
+        removed = (target["since"] > old["seen_run"]) | F.coalesce(
+            old["offset"] < start, F.lit(True)
+        )
+        return F.coalesce(target.isNotNull() & removed, F.lit(False))
 
 
 def _severity(kind: Column) -> Column:

@@ -72,6 +72,18 @@ class JudgedRun(NamedTuple):
         """Whether it has read everything that the topics hold."""
         return self.summary.mode == "full"
 
+    @property
+    def records_vanished(self) -> bool:
+        """Whether targets may not hold what earlier runs have read there."""
+        cut, before = self.summary.cut, self.last
+        if cut is None or before is None or before.cut is None or before.reopened:
+            return True
+        starts = {target.topic: target.starts for target in before.cut.targets}
+        return any(
+            target.since or target.compacted or target.starts != starts.get(target.topic)
+            for target in cut.targets
+        )
+
 
 _YEAR_10000_MS = 253_402_300_800_000
 

@@ -50,7 +50,7 @@ def audited(spark: SparkSession, access: Any, settings: AuditSettings) -> Audite
 def valid(spark: SparkSession, out: str, last: Audited) -> DataFrame:
     """Return the valid verdict of each transaction after a run."""
     rows = spark.createDataFrame(list(last.rows.values()), VERDICT)
-    return current_verdicts(open_store(spark, out), rows, "")
+    return current_verdicts(open_store(spark, out).read(TRANSACTIONS), rows)
 
 
 def rows_in(spark: SparkSession, out: str, table: Table = TRANSACTIONS) -> dict[Any, Any]:

@@ -11,7 +11,14 @@ from msgspec import structs
 
 from txbroker.core.routing import make_id
 from txbroker.spark import schema
-from txbroker.spark.schema import Acknowledgement, RunSummary, Terms, TopicNames
+from txbroker.spark.schema import (
+    Acknowledgement,
+    RunSummary,
+    SnapshotBounds,
+    Terms,
+    TopicNames,
+    TopicRead,
+)
 from txbroker.spark.tables.layout import DRIFT, TABLES, TRANSACTIONS, Table
 
 if TYPE_CHECKING:
@@ -79,6 +86,7 @@ class Tables:
         groups: Sequence[str] = (),
         unknown_to_ms: Mapping[int, int] | None = None,
         acknowledged: Sequence[Acknowledgement] = (),
+        targets: Sequence[TopicRead] = (),
     ) -> Mapping[str, list[Row]]:
         """Apply a run; return the rows that it has changed, by table."""
         from txbroker.spark.tables.changes import changes
@@ -91,7 +99,7 @@ class Tables:
         others = [row["kind"] for row in (*(missing or ()), *(business or ()))]
         others += ["unreadable" for row in broken if row["own"]]
         judged = JudgedRun(
-            _summary(number, mode, verdicts, others),
+            structs.replace(_summary(number, mode, verdicts, others), cut=_cut(targets)),
             NAMES,
             now_ms(number),
             make(verdicts, schema.VERDICT),
@@ -148,6 +156,11 @@ class Tables:
         keys = [tuple(row[name] for name in table.keys) for row in self.rows[table.name]]
         assert len(keys) == len(set(keys)), f"{table.name} holds rows twice"
         return new
+
+
+def _cut(targets: Sequence[TopicRead]) -> SnapshotBounds:
+    own = TopicRead("own", (0,), (0,), (9,))
+    return SnapshotBounds(own, own, own, tuple(targets), (), ())
 
 
 def _summary(number: int, mode: str, verdicts: Sequence[Row], others: Iterable[str]) -> RunSummary:

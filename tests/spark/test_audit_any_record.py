@@ -39,6 +39,7 @@ from txbroker.spark.report.contents import ReportTables
 from txbroker.spark.report.report import render
 from txbroker.spark.run import AuditSettings
 from txbroker.spark.schema import RunSummary, TopicNames
+from txbroker.spark.tables.layout import Table
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
@@ -156,6 +157,7 @@ class Logs:
     Attributes:
         ends_at: how many records of each topic there are now.
         starts_at: how many of them retention has taken.
+        at_ms: the time of a run; by default everything is old.
         options: how Spark would reach Kafka.
     """
 
@@ -164,7 +166,10 @@ class Logs:
     ) -> None:
         self.ends_at = {topic: len(records) for topic, records in topics.items()}
         self.starts_at = dict.fromkeys(topics, 0)
+        self.at_ms = AT_MS + 10 * 86_400_000
         self.unread: set[str] = set()
+        self._ids = {topic: topic for topic in topics}
+        self._spark = spark
         self.options: dict[str, str] = {}
         self._stored = {topic: stored(records) for topic, records in topics.items()}
         for topic, records in self._stored.items():
@@ -175,11 +180,18 @@ class Logs:
         self._read = spark.read.parquet
         self._folder = folder / "logs"
 
+    def recreate(self, topic: str, records: Sequence[Record]) -> None:
+        """Delete a topic, and create another one of that name with these records."""
+        self._ids[topic] += "-again"
+        self._stored[topic] = stored(records)
+        self.ends_at[topic], self.starts_at[topic] = len(records), 0
+        frame(self._spark, records, topic).write.parquet(str(self._folder / self._ids[topic]))
+
     def ends(self, topics: Iterable[str]) -> dict[str, TopicEnds]:
         known = self.ends_at.keys() & set(topics)
         zeros = (0,) * PARTITION
         found = {
-            t: TopicEnds(t, (*zeros, self.starts_at[t]), (*zeros, self.ends_at[t]), id=t)
+            t: TopicEnds(t, (*zeros, self.starts_at[t]), (*zeros, self.ends_at[t]), id=self._ids[t])
             for t in known
         }
         return found | {t: TopicEnds(t, (), (), unread="no right") for t in known & self.unread}
@@ -188,8 +200,7 @@ class Logs:
         return self.ends((topic,))[topic]
 
     def now_ms(self, names: TopicNames) -> int:
-        """Return a time at which everything is old."""
-        return AT_MS + 10 * 86_400_000
+        return self.at_ms
 
     def some(
         self, topic: str, partition: int, position: int, end: int
@@ -206,7 +217,7 @@ class Logs:
         found = []
         for topic, partitions in json.loads(options["assign"]).items():
             assert PARTITION in partitions
-            rows = self._read(str(self._folder / topic))
+            rows = self._read(str(self._folder / self._ids[topic]))
             place = str(PARTITION)
             found.append(
                 rows.where(f"offset >= {begins[topic][place]} and offset < {ends[topic][place]}")
@@ -222,13 +233,19 @@ class Audits:
         self._spark, self._folder, self._monkeypatch = spark, folder, monkeypatch
         self._last: dict[str, Audited] = {}
 
-    def __call__(self, logs: Any, name: str, mode: str = "incremental") -> RunSummary:
+    def __call__(
+        self, logs: Any, name: str, mode: str = "incremental", **fields: Any
+    ) -> RunSummary:
         load = "txbroker.spark.facts.topics.TopicReader._load"
         self._monkeypatch.setattr(load, lambda stage, options: logs.load(options))
         folder = self._folder / name
-        settings = AuditSettings(str(folder / "out"), folder, NAMES, mode=mode)  # type: ignore[arg-type]
+        settings = AuditSettings(str(folder / "out"), folder, NAMES, mode=mode, **fields)  # type: ignore[arg-type]
         self._last[name] = audited(self._spark, logs, settings)
         return self._last[name].summary
+
+    def rows(self, name: str, table: Table) -> dict[Any, Any]:
+        """Return the rows of a table of a series, by its keys."""
+        return rows_in(self._spark, str(self._folder / name / "out"), table)
 
     def verdicts(self, name: str) -> dict[str, Any]:
         """Return the valid verdicts of a series by id, ended and carried ones."""
@@ -359,8 +376,14 @@ def test_a_target_that_does_not_exist_is_named_in_any_run(
         assert news_of(found).missing_targets == {"orders": 2}
         assert {each.id for each in found.examples} == {whole(1)[0].id, lost[0].id}
     assert {each.mode for each in (parts, again)} == {"incremental"}
+    # It exists from now on, with one of the messages.
+    logs.ends_at["orders"] = 1
+    found = audit(logs, "once")
+    assert (found.mode, found.drift) == ("incremental", {"lost": 1})
+    assert [each.id for each in found.examples] == [lost[0].id]
+    del logs.ends_at["orders"]
     # A fresh commit may be refused in the next moment.
-    logs.now_ms = lambda names: AT_MS + 60_000  # type: ignore[method-assign]
+    logs.at_ms = AT_MS + 60_000
     assert audit(logs, "young", "full").drift == {}
 
 

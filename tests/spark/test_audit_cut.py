@@ -19,8 +19,8 @@ from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.tools.audit_access import kept_ms
 from txbroker.spark.access import AuditError, AuditKafka, TopicEnds, access_from
-from txbroker.spark.facts.bounds import gone, held, read_on, to_end
-from txbroker.spark.schema import TopicNames, TopicRead
+from txbroker.spark.facts.bounds import gone, held, read_on, read_target, renewed, to_end
+from txbroker.spark.schema import SnapshotBounds, TopicNames, TopicRead
 
 NAMES = TopicNames.of("no")
 
@@ -191,6 +191,36 @@ def test_recreated_topic_longer_than_old_one_is_refused() -> None:
     assert read_on(recreated, None, before) == TopicRead("t", (8,), (8,), (9,), taken=0, id="two")
     assert read_on(recreated, msgspec.structs.replace(before, id="")).taken == 1
     assert read_on(recreated, gone("t")).begins == (8,)
+
+
+@pytest.mark.parametrize(
+    ("ends", "id", "renews"),
+    [
+        ((9, 3), "one", False),
+        ((9, 3), "two", True),
+        ((6, 3), "one", True),
+        ((7,), "one", True),
+        (None, "", True),
+    ],
+)
+def test_a_target_that_is_another_one_is_read_from_its_start(
+    ends: tuple[int, ...] | None, id: str, renews: bool
+) -> None:
+    before = TopicRead("t", (0, 0), (0, 0), (7, 3), id="one", since="1")
+    now = None if ends is None else TopicEnds("t", (0,) * len(ends), ends, id=id)
+    for last in ((before, before), (None, before)):  # a run that continues, and a full one
+        read = read_target("t", now, *last, "2")
+        assert (read.ends, read.taken) == (ends or (), 0)
+        assert (read.since, not any(read.begins)) == (
+            ("2", True) if renews else ("1", last[0] is None)
+        )
+    cuts = [SnapshotBounds(before, before, before, (each,), (), ()) for each in (before, read)]
+    assert renewed(*cuts) == ({"t"} if renews else set())
+    if ends is None:  # and is there again
+        again = read_target("t", TopicEnds("t", (0,), (3,), id="two"), read, read, "3")
+        assert (again.begins, again.since) == ((0,), "2")
+        back = SnapshotBounds(before, before, before, (again,), (), ())
+        assert renewed(cuts[1], back) == {"t"}
 
 
 def test_a_read_goes_on_to_where_the_topic_ends_now() -> None:

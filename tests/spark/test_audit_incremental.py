@@ -207,8 +207,12 @@ def test_run_uses_broker_clock_and_skips_unrelated_history(
     world.now_ms += 1000
     for half in (open_still, world.prepare()):
         world.promote(half, world.mark(half, "commit"))
+    half = world.prepare()
+    marker = world.mark(half, "commit")
+    world.promote(half, marker, append_time=True, at_ms=marker["at_ms"] - 2001)
     second = runs.audit(world.end())
-    assert (second.states, second.carried) == ({"committed": 1, "promoted": 2}, 1)
+    assert (second.states, second.carried) == ({"committed": 1, "promoted": 3}, 1)
+    assert second.drift == {"visible_without_commit": 1}
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -213,6 +214,13 @@ def test_visible_messages_must_be_committed() -> None:
     assert judged([], visible=VISIBLE).findings == ("visible_without_commit",)
     foreign = op_row("commit", grp="stranger")
     assert judged(op=[foreign], visible=VISIBLE).findings == ("visible_without_commit",)
+
+
+def test_a_record_may_not_be_older_than_its_commit() -> None:
+    for early_ms, verdict in ((2000, "settled"), (2001, "visible_without_commit")):
+        row = VISIBLE[0]._replace(append_time=True, at_ms=DECIDED_MS - early_ms)
+        found = judged(op=[COMMIT], visible=[row])
+        assert (found.verdict, found.state, found.carry) == (verdict, "promoted", False)
 
 
 def test_visible_twice_in_any_place() -> None:
@@ -525,6 +533,21 @@ def test_a_target_that_may_have_lost_it_proves_nothing() -> None:
     # Of a partition something is known, and then the whole topic is deleted.
     both = Horizon(taken_ms={("t", 0): 0, ("t", -1): ALWAYS})
     assert judged(op=[COMMIT], horizon=both).verdict == "gone"
+
+
+def test_a_message_that_an_earlier_run_has_seen_is_lost_at_once() -> None:
+    young = partial(judged, op=[COMMIT], now_ms=DECIDED_MS + 1)
+    former = [VISIBLE[0]._replace(former=True)]
+    assert young().verdict == "committed"
+    found = young(visible=former)
+    assert (found.findings, found.places, found.carry) == (("lost",), (), True)
+    # It is there again, at the same position or at another one.
+    for now in (VISIBLE[0], VISIBLE[0]._replace(offset=9)):
+        there = young(visible=[now, *former])
+        assert (there.verdict, there.places[0].offset) == ("settled", now.offset)
+    deleted = Horizon(taken_ms={("t", -1): ALWAYS})
+    assert young(visible=former, horizon=deleted).verdict == "gone"
+    assert judged(op=[ROLLBACK], visible=former).findings == ()
 
 
 def test_message_too_young_for_retention_is_lost() -> None:

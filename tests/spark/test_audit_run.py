@@ -47,7 +47,7 @@ from txbroker.spark.schema import (
     TimeSpan,
     TopicRead,
 )
-from txbroker.spark.tables.current import current_verdicts
+from txbroker.spark.tables.current import counting_rows, current_verdicts
 from txbroker.spark.tables.layout import TRANSACTIONS
 from txbroker.spark.tables.store import open_store
 
@@ -167,19 +167,27 @@ def table(spark: SparkSession, *rows: dict[str, Any]) -> DataFrame:
 
 def test_newest_verdict_counts_unless_it_is_gone(spark: SparkSession, tmp_path: Path) -> None:
     store = open_store(spark, str(tmp_path / "out"), "shop")
-    earlier = {"a": "gone", "b": "settled", "c": "settled", "d": "settled", "old": "settled"}
+    earlier = {"a": "gone", "b": "settled", "c": "settled", "d": "settled"}
+    earlier |= {"old": "settled", "kept": "settled"}
     made = [
-        {"id": id, "verdict": word, "run": "0" if id == "old" else "1"}
+        {"id": id, "verdict": word, "run": "1" if id in "abcd" else "0", "half_partition": 0}
+        | {"half_offset": 5 if id == "kept" else 4}
         for id, word in earlier.items()
     ]
+    made.append({"id": "former", "verdict": "settled", "run": "", "half_partition": 0})
+    made[-1]["half_offset"] = 9
     store.stage("1", TRANSACTIONS, spark.createDataFrame(made, TRANSACTIONS.ddl))
     store.apply("1")
     newest = [verdict("a"), verdict("b", "visible_twice"), verdict("c", "gone"), verdict("e")]
-    found = current_verdicts(store, table(spark, *newest), "1").collect()
+    half = TopicRead("half", (5,), (5,), (9,), since="0")
+    rows = counting_rows(store, "1", half)
+    found = current_verdicts(rows, table(spark, *newest)).collect()
     assert sorted((row["id"], row["verdict"]) for row in found) == [
         ("a", "settled"), ("b", "visible_twice"), ("c", "settled"), ("d", "settled"),
-        ("e", "settled"),
+        ("e", "settled"), ("kept", "settled"),
     ]  # fmt: skip
+    part = current_verdicts(rows, table(spark, *newest), whole=False).collect()
+    assert sorted(row["id"] for row in part) == ["a", "b", "c", "e"]
 
 
 # --- what a run says ---------------------------------------------------------------------------

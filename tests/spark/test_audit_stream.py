@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from tests.kit.topic_reader import create_topic, read_topics
+from tests.kit.topic_reader import create_topic, delete_topic, read_topics
 from tests.spark.planted_cases import plant_all
 from tests.spark.planting import FAR_MS, Planting, now_by, partition_of, write_stamped
 from tests.spark.stream_world import TERMS, StreamWorld, confirmed, judged, reached
 from txbroker.contract.audit import decode_news
-from txbroker.core.records import Half
+from txbroker.core.records import Half, Message
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import KafkaUnavailable, TxbrokerError
 from txbroker.kafka.tools.audit_results import KafkaDrift
@@ -194,7 +194,7 @@ async def test_a_stream_since_a_time_skips_earlier_transactions(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The history is seconds old.
-    monkeypatch.setattr("txbroker.spark.stream.stream._CLOCKS_APART_MS", 0)
+    monkeypatch.setattr("txbroker.spark.stream.targets._CLOCKS_APART_MS", 0)
     async with Planting(kafka.bootstrap) as planting:
         await plant_all(planting)
         waiting, back, twice = [await planting.prepare() for _ in range(3)]
@@ -277,3 +277,43 @@ async def test_a_stream_reads_around_records_that_spark_cannot_read(
         places = {(each.topic, each.partition, each.own) for each in summary.set_aside}
         assert places == {(far, 0, False)}
         assert {each.offset for each in summary.set_aside} >= {0, 1}
+
+
+@pytest.mark.timeout(400)
+async def test_a_stream_goes_on_where_a_target_is_created_again(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap) as planting:
+
+        async def written(*messages: Message) -> Half:
+            half = await planting.prepare(*messages)
+            planting.promote(half, await planting.commit(half))
+            await planting.turn()
+            return half
+
+        for _ in range(3):
+            await written(planting.message(planting.bills, 1))
+        world = StreamWorld(spark, kafka.bootstrap, planting.prefix, tmp_path)
+        stream = await world.start()
+        try:
+            await confirmed(stream)
+            await asyncio.to_thread(delete_topic, kafka.bootstrap, planting.bills)
+            shown = await planting.prepare()
+            planting.promote(shown, await planting.roll_back(shown))
+            await planting.turn()
+            await confirmed(stream)
+            found = {(planting.bills, "target_missing"), (shown.id, "rolled_back_visible")}
+            assert await world.kinds() == found
+            # With fewer partitions.
+            await asyncio.to_thread(create_topic, kafka.bootstrap, planting.bills, 1)
+            await confirmed(stream)
+            await written(planting.message(planting.bills))
+            late = await planting.prepare(planting.message(planting.bills))
+            late_ms = await planting.commit(late) + TERMS.late_after_ms
+            await judged(stream, late_ms)
+            await confirmed(stream)
+        finally:
+            await asyncio.to_thread(stream.stop)
+        assert await world.kinds() == {*found, (late.id, "late")}
+        assert stream.summary().states == {"promoted": 4, "rolled_back": 1, "committed": 1}
+        assert stream.summary().drift == dict.fromkeys((kind for _, kind in found), 1) | {"late": 1}

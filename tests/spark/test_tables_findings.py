@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.spark.table_runs import NAMES, START_MS, Row, Tables, id_at, now_ms, time_of, verdict
-from txbroker.spark.schema import Acknowledgement
+from txbroker.spark.schema import Acknowledgement, TopicRead
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -84,7 +84,9 @@ def test_findings_about_topics_and_the_business(spark: SparkSession) -> None:
         unreadable: "open", id_at(0): "open", id_at(1): "open", id_at(9): "open"
     }  # fmt: skip
     removed = [{**missing[0], "kept": False}, missing[2]]
-    tables.run(2, [], missing=removed)
+    tables.run(2, [])
+    assert states(tables)[id_at(0)] == "open", "the run has not judged it"
+    tables.run(2, [verdict(id_at(1))], missing=removed)
     assert states(tables) == {
         unreadable: "open", id_at(0): "expired", id_at(1): "healed", id_at(9): "open"
     }  # fmt: skip
@@ -110,6 +112,50 @@ def test_findings_that_a_run_cannot_look_at_again_are_not_healed(spark: SparkSes
     assert {name: states(tables)[id] for name, id in ids.items()} == {
         "old": "expired", "new": "healed", "other": "open", "topic": "expired", "row": "healed"
     }  # fmt: skip
+
+
+def test_only_evidence_heals_a_finding(spark: SparkSession) -> None:
+    """A run that judges the transaction again, but has not searched a target, has none."""
+
+    def seen(topic: str, offset: int) -> Row:
+        places = [{"topic": topic, "partition": 0, "offset": offset, "seq": 0}]
+        return {"topics": [topic], "places": places, "findings": ["visible_twice"]}
+
+    waiting = {"findings": ["late"]}
+    lives: dict[str, tuple[Row, str | None, str]] = {
+        # How it was found; its state in the next run; what becomes of the finding.
+        "visible": (waiting, "promoted", "healed"),
+        "taken by its target": (waiting, "refused", "healed"),
+        "judged by another age": (waiting, "committed", "open"),
+        "there": (seen("orders", 7), "promoted", "healed"),
+        "removed": (seen("orders", 3), "promoted", "expired"),
+        "created again": (seen("rare", 7), "promoted", "expired"),
+        "deleted": (seen("former", 7), "promoted", "expired"),
+        "unread": (seen("bills", 7), "promoted", "open"),
+        "unread, and not judged": (seen("bills", 7), None, "open"),
+        "not judged": (seen("orders", 7), None, "expired"),
+    }
+    ids = {label: id_at(number) for number, label in enumerate(lives)}
+    tables = Tables(spark)
+    tables.run(
+        1, [verdict(ids[label], "committed", **found) for label, (found, *_) in lives.items()]
+    )
+    again = [
+        verdict(ids[label], state, topics=found.get("topics", ["orders"]))
+        for label, (found, state, _) in lives.items()
+        if state is not None
+    ]
+    targets = [
+        TopicRead("orders", (5,), (5,), (9,)),
+        TopicRead("rare", (0,), (0,), (9,), since="run2"),
+        TopicRead("former", (), (), (), since="run2"),
+        TopicRead("bills", (0,), (9,), (9,), unread="no right"),
+    ]
+    tables.run(2, again, mode="full", targets=targets)
+    found = states(tables)
+    assert {label: found[id] for label, id in ids.items()} == {
+        label: after for label, (*_, after) in lives.items()
+    }
 
 
 def states(tables: Tables) -> dict[str, str]:
