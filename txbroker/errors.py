@@ -9,7 +9,7 @@ class TxbrokerError(Exception):
     """Something went wrong in txbroker."""
 
     def __init__(self, message: str | None = None) -> None:
-        super().__init__(message or (type(self).__doc__ or "").strip().splitlines()[0])
+        super().__init__(message or " ".join((type(self).__doc__ or "").split("\n\n")[0].split()))
 
 
 class ConfigurationError(TxbrokerError):

@@ -57,6 +57,7 @@ DEAD_COLUMNS = (
     TableColumn("BYTES", lambda row: row["size"]),
     TableColumn("CAUSE", text=True),
     TableColumn("TIMESTAMP", lambda row: clock(row["timestamp_ms"]), wide=True),
+    TableColumn("LEFT OUT", wide=True),
     TableColumn("DEAD LETTER", wide=True),
     TableColumn("VALUE", text=True),
 )
@@ -139,6 +140,7 @@ def dead_row(each: DeadLetter, *, values: bool = False) -> Row:
         "timestamp_ms": each.message.timestamp_ms,
         "size": each.size,
         "cause": each.failed.cause,
+        "left_out": "" if each.failed.left_out is None else each.failed.left_out.parts,
         "dead_letter": str(each.place),
     }
     return {**row, "value": shown_key(each.message.value)} if values else row

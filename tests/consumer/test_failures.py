@@ -7,12 +7,20 @@ import time
 from typing import Any
 
 import pytest
+import structlog
 
 from tests.kit.consumer_world import GROUP, Handler, World, counted, text
 from tests.kit.until import until
 from txbroker.consumer import Later, ReceivedMessage, Reject
 from txbroker.core.consuming import failure
-from txbroker.core.consuming.copies import Failed, Source, make_copy
+from txbroker.core.consuming.copies import (
+    Failed,
+    LeftOut,
+    Source,
+    make_copy,
+    read_copy,
+    smaller,
+)
 from txbroker.core.records import Record
 
 BUG = ValueError("bug")
@@ -283,3 +291,77 @@ async def test_batch_that_raises_fails_no_other_message(world: World) -> None:
     assert calls[0] == ["1 1", "bad 1", "2 1", "3 1"]
     assert sorted(calls[1:]) == [["2 2"], ["3 2"], ["bad 2"], ["bad 3"], ["bad 4"]]
     assert world.values("dead") == ["bad"]
+
+
+LARGE = "x" * 20_000
+BYTES_MAX = 2_000
+
+
+@pytest.mark.parametrize("on_failure", ["skip", "retry", "aside"])
+@pytest.mark.parametrize(
+    ("headers", "lacks"), [((), "value"), ((("h", b"y" * 20_000),), "value, headers")]
+)
+async def test_copy_that_is_too_large_lacks_its_value(
+    world: World, on_failure: str, headers: Any, lacks: str
+) -> None:
+    """A retry needs the whole message: it becomes a dead letter."""
+    handler = Handler(**{LARGE: Reject("bad") if on_failure == "skip" else BUG})
+    order = "none" if on_failure == "retry" else "key"
+    given = {"on_failure": on_failure, "local_attempts_max": 1, "order": order}
+    async with world.running(handler, **given) as consumer:
+        kind = "aside" if on_failure == "aside" else "dead"
+        await until(lambda: f"txbroker.{kind}.{GROUP}" in world.kafka.topics)
+        for topic in [name for name in world.kafka.topics if name.startswith("txbroker.")]:
+            world.kafka.set_message_bytes_max(topic, BYTES_MAX)
+        world.produce(f"a={LARGE}", headers=headers)
+        world.produce("b=1")
+        await handler.does("1")
+        await until(lambda: world.copies(kind))
+        await world.commits(2)
+        assert counted(consumer, "left_out") == 1
+        assert counted(consumer, "copy_refused") == 0
+    ((record, failed),) = world.copies(kind)
+    assert (record.key, record.value) == (b"a", None)
+    assert failed.left_out == LeftOut(lacks, len(LARGE))
+    assert failed.source == Source("orders", 0, 0)
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+async def test_released_copy_that_lacks_its_value_is_read_in_its_first_place(
+    world: World, deleted: bool
+) -> None:
+    handler = Handler(**{LARGE: BUG})
+    options = {"order": "key", "on_failure": "aside", "local_attempts_max": 1}
+    with structlog.testing.capture_logs() as lines:
+        async with world.running(handler, **options):
+            await until(lambda: f"txbroker.aside.{GROUP}" in world.kafka.topics)
+            world.kafka.set_message_bytes_max(f"txbroker.aside.{GROUP}", BYTES_MAX)
+            world.produce(f"a={LARGE}", "a=2")
+            await until(lambda: len(world.copies("aside")) == 2)
+            handler.failing.clear()
+            if deleted:
+                world.kafka.partition("orders", 0).delete_before(1)
+            world.release(b"a")
+            if deleted:
+                await until(lambda: any(line["event"] == "released key not read" for line in lines))
+            else:
+                await handler.does(LARGE, "2")
+    if deleted:
+        error = next(line["error"] for line in lines if line["event"] == "released key not read")
+        assert "the copy of orders/0@0 lacks value" in error
+        assert "None" not in handler.seen
+        assert handler.done == []
+
+
+async def test_refusals_end_where_nothing_more_can_be_left_out() -> None:
+    record = make_copy(Record(b"k", b"v", (("h", b"1"),)), Failed(Source("orders", 0, 7), 1))
+    found = []
+    while (record := smaller(record, keyed=False)) is not None:  # type: ignore[assignment]
+        copy = read_copy(record)
+        assert copy is not None
+        found.append((copy[1].left_out, copy[0].key, copy[0].value, copy[0].headers))
+    assert found == [
+        (LeftOut("value", 1), b"k", None, (("h", b"1"),)),
+        (LeftOut("value, headers", 1), b"k", None, ()),
+        (LeftOut("value, headers, key", 1), None, None, ()),
+    ]

@@ -6,12 +6,20 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from msgspec import structs
 
 from txbroker.consumer.operations import copies
 from txbroker.consumer.operations.copies import dead_letters, send_back
 from txbroker.consumer.operations.groups import Groups
 from txbroker.consumer.settings import group_topics
-from txbroker.core.consuming.copies import Failed, GroupTopics, Source, make_copy, read_copy
+from txbroker.core.consuming.copies import (
+    Failed,
+    GroupTopics,
+    LeftOut,
+    Source,
+    make_copy,
+    read_copy,
+)
 from txbroker.core.consuming.position import Metadata, encode_metadata
 from txbroker.core.records import Record
 from txbroker.door.consuming import Copy, StoredOffset
@@ -143,3 +151,35 @@ async def test_steps_count_what_waits(operator: Operator) -> None:
         (2, 60, 3, due_ms + 1),
         (15, 7200, 1, due_ms),
     ]
+
+
+@pytest.mark.parametrize("obstacle", ["", "deleted", "other", "small"])
+async def test_dead_letter_that_lacks_its_value(operator: Operator, obstacle: str) -> None:
+    """It is sent back with what its first place has, or a sentence says why it is not."""
+    original = Record(b"key", b"x" * 5000, (("h", b"1"),), 7)
+    if obstacle == "other":  # the topic was created again
+        original = structs.replace(original, value=b"y")
+    operator.kafka.write("orders", 0, [original], None)
+    message = structs.replace(original, value=None)
+    failed = Failed(Source("orders", 0, 0), 3, 5, "no stock", left_out=LeftOut("value", 5000))
+    operator.kafka.write(NAMES.dead, 0, [make_copy(message, failed)], None)
+    view = await operator.groups.view("stock")
+    (letter,) = await dead_letters(operator.door, view, 1)
+    assert letter.size == 5000
+    if obstacle == "deleted":
+        operator.kafka.partition("orders", 0).delete_before(1)
+    if obstacle == "small":
+        operator.kafka.set_message_bytes_max(NAMES.retry, 1000)
+    if obstacle:
+        raised = f"raise max.message.bytes of {NAMES.retry}"
+        match = raised if obstacle == "small" else "was deleted"
+        with pytest.raises(KafkaUnavailable, match=match):
+            await send_back(operator.door, view, [letter], "r")
+        assert await dead_letters(operator.door, view, 1) == [letter]
+        return
+    assert await send_back(operator.door, view, [letter], "r") == 1
+    log = operator.kafka.partition(NAMES.retry, 0)
+    (copy,) = map(read_copy, log.read(log.begin, log.stable_end))
+    assert copy is not None
+    assert (copy[0].value, copy[0].headers) == (b"x" * 5000, (("h", b"1"),))
+    assert copy[1].left_out is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tests.kit.consumer_world import GROUP, text
 from tests.kit.until import until
 from txbroker import failpoints
 from txbroker.consumer import InDatabase, ReceivedMessage
+from txbroker.consumer.stores.transaction import Transaction
 from txbroker.databases import MariaDB, Postgres, SQLite
 from txbroker.databases.database import Database, steps_in_transaction
 from txbroker.databases.kept import KeptTable
@@ -129,6 +130,17 @@ class Shop:
         place = ("orders", partition)
         token: int = self.transact(self.positions.claim([place], 1))[place].metadata.token
         return token
+
+    def claims_before(self, monkeypatch: pytest.MonkeyPatch, when: Callable[[], bool]) -> None:
+        """Take the partition over before transactions of plain handlers begin."""
+        handled = Transaction.run
+
+        def run(transaction: Transaction, session: PlainSession) -> int | None:
+            if when():
+                self.claim()
+            return handled(transaction, session)
+
+        monkeypatch.setattr(Transaction, "run", run)
 
 
 class Booking:

@@ -24,7 +24,15 @@ from txbroker.core.consuming.aside import (
     failed_again_record,
     staged_record,
 )
-from txbroker.core.consuming.copies import ASIDE_PARTITIONS, Source, make_copy, read_copy, spread
+from txbroker.core.consuming.copies import (
+    ASIDE_PARTITIONS,
+    Failed,
+    Source,
+    is_original,
+    make_copy,
+    read_copy,
+    spread,
+)
 from txbroker.core.records import Record
 from txbroker.door.consuming import EARLIEST, LATEST, Copy, Fetcher, Partition
 from txbroker.error_text import safe_repr
@@ -45,7 +53,19 @@ _PAUSE_S, _PAUSE_MAX_S = 1.0, 60.0
 _ONE_LANE = ""
 
 
-class AsideReads(Protocol):
+class OriginalMissing(KafkaUnavailable):
+    """A message of which a copy has only a part was deleted."""
+
+    lasting = True
+
+
+class Reads(Protocol):
+    """How records are read, see `ConsumingDoor`."""
+
+    async def read(self, partition: Partition, start: int, end: int) -> list[Record]: ...
+
+
+class AsideReads(Reads, Protocol):
     """How the aside topic is read, see `ConsumingDoor`."""
 
     async def offsets(
@@ -54,7 +74,25 @@ class AsideReads(Protocol):
 
     async def settled_end(self, partition: Partition) -> int: ...
 
-    async def read(self, partition: Partition, start: int, end: int) -> list[Record]: ...
+
+async def original(door: Reads, message: Record, failed: Failed) -> Record:
+    """Read the message of a copy that lacks a part of it, in its first place.
+
+    Args:
+        message: what is left of it in the copy.
+
+    Raises:
+        OriginalMissing
+        KafkaUnavailable
+    """
+    topic, partition, offset = failed.source
+    for record in await door.read((topic, partition), offset, offset + 1):
+        if is_original(record, message, failed):
+            return record
+    raise OriginalMissing(
+        f"the copy of {failed.source} lacks {failed.left_out and failed.left_out.parts}, for which "
+        "its topic was too small, and the message itself was deleted: it cannot be handled again"
+    )
 
 
 class ReleasedKey(Work):
@@ -372,6 +410,10 @@ class TopicAsides:
                 if mine == key and source.offset > entry.cleared:
                     if not found:
                         entry.first = record.offset
+                    if failed.left_out is not None:
+                        message = await original(self._door, message, failed)
+                        failed = structs.replace(failed, left_out=None)
+                        record = structs.replace(make_copy(message, failed), offset=record.offset)
                     if source.offset in entry.staged:
                         failed = structs.replace(failed, stage=max(1, failed.stage))
                         record = structs.replace(make_copy(message, failed), offset=record.offset)

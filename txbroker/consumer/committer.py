@@ -422,8 +422,8 @@ class Committer:
                 if refused.isdisjoint(map(id, each.copies)):
                     continue
                 others: Sequence[Copy] | None = None
-                if each.owner is not None and not each.replaced:
-                    others = each.owner.refused(each, str(error))
+                if each.owner is not None:
+                    others = each.owner.refused(each, error)
                 if others is None:
                     self._give_back(work, str(error))
                     break

@@ -106,6 +106,7 @@ class Consumer:
         )
         if self._stopped:
             self._engine.stop()
+        self._stack.callback(self._started.lines.flush)
         self._stores = await Stores.open(settings, self._door, self._stack)
         topics = await self._check_topics()
         self._in_background(self._sweep())

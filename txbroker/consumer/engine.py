@@ -288,6 +288,7 @@ class Engine:
         """Other events: `failed`, `dropped`, `dead`, `aside`, `retry_N`,
         `fenced`, `overflow`, `gap`."""
         self._failures = Failures(policy, topics, self._queues, self)
+        self.lines = self._failures.lines
         self.abandon: Callable[[Collection[Holder]], None] = lambda _holders: None
         """Cancels the handlers of these holders; set by the workers."""
         self.suspensions = Suspensions(self._queues, self._works)

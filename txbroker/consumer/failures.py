@@ -11,6 +11,7 @@ from typing import Protocol
 
 import structlog
 
+from txbroker.consumer.failure_lines import FailureLines
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import source_of
 from txbroker.consumer.stores.pending import Pending
@@ -20,7 +21,9 @@ from txbroker.core.consuming.copies import (
     DEAD_PARTITIONS,
     Failed,
     GroupTopics,
+    is_smaller,
     make_copy,
+    smaller,
     spread,
 )
 from txbroker.core.consuming.failure import (
@@ -34,8 +37,7 @@ from txbroker.core.consuming.failure import (
     Verdict,
 )
 from txbroker.core.consuming.queues import Queues
-from txbroker.door.consuming import Copy
-from txbroker.error_text import safe_repr
+from txbroker.door.consuming import Copy, CopyRefused
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -68,6 +70,9 @@ class Failures:
 
     Args:
         topics: of the group, for copies.
+
+    Attributes:
+        lines: the log of errors.
     """
 
     def __init__(
@@ -82,7 +87,8 @@ class Failures:
         self._queues = queues
         self._results = results
         self._loop = asyncio.get_running_loop()
-        self._outputs = _Outputs(results, self._dead_letter)
+        self.lines = FailureLines(log)
+        self._outputs = _Outputs(results, self._dead_letter, self.lines)
 
     def fail(self, message: ReceivedMessage, error: BaseException) -> None:
         """Apply the policy to a message whose handler raised `error`."""
@@ -91,11 +97,8 @@ class Failures:
         self._results.counts["failed"] += failed
         verdict = self._policy.decide(error, message.failures, message.step)
         if failed:
-            log.warning(
-                "message failed",
-                message=repr(message),
-                error=safe_repr(error),
-                next=type(verdict).__name__,
+            self.lines.note(
+                "message failed", error, message=repr(message), next=type(verdict).__name__
             )
         self._apply(message, verdict)
 
@@ -137,7 +140,8 @@ class Failures:
             name, copy = "dead", self._dead_letter(message, verdict.cause)
 
         copies = [copy, *message.work.clearance(message)]
-        self._store(Pending(message.work.owner, message, copies, _Copied(self._results, name)))
+        owner = _Copied(self._results, name, self._dead_letter)
+        self._store(Pending(message.work.owner, message, copies, owner))
 
     def _dead_letter(self, message: ReceivedMessage, cause: str) -> Copy:
         failed = _failed(message, round(time.time() * 1000), cause)
@@ -175,7 +179,7 @@ class Failures:
             work.setting_aside.discard(known)
 
         copies = [Copy(self._topics.aside, number, record)]
-        owner = _Copied(self._results, "aside")
+        owner = _Copied(self._results, "aside", self._dead_letter)
         self._store(Pending(message.work.owner, message, copies, owner, settled=True))
 
 
@@ -184,11 +188,18 @@ class _Copied:
 
     Args:
         name: counts the event.
+        dead_letter: makes the copy that is stored in place of one for a later attempt.
     """
 
-    def __init__(self, results: Results, name: str) -> None:
+    def __init__(
+        self,
+        results: Results,
+        name: str,
+        dead_letter: Callable[[ReceivedMessage, str], Copy],
+    ) -> None:
         self._results = results
         self._name = name
+        self._dead_letter = dead_letter
 
     def stored(self, pending: Pending) -> None:
         assert pending.message is not None
@@ -198,8 +209,14 @@ class _Copied:
         else:
             self._results.end(pending.message, stored=True)
 
-    def refused(self, pending: Pending, cause: str) -> None:
-        return None
+    def refused(self, pending: Pending, error: CopyRefused) -> Sequence[Copy] | None:
+        if not error.too_large or not self._name.startswith("retry_"):
+            return _smaller(self._results, pending, error, keyed=self._name == "aside")
+        # An attempt needs the whole message.
+        assert pending.message is not None
+        log.error("copy too large", message=repr(pending.message), next="Bury")
+        self._name = "dead"
+        return [self._dead_letter(pending.message, str(error)), *pending.copies[1:]]
 
     def dropped(self, pending: Pending) -> None: ...
 
@@ -212,10 +229,14 @@ class _Outputs:
     """
 
     def __init__(
-        self, results: Results, dead_letter: Callable[[ReceivedMessage, str], Copy]
+        self,
+        results: Results,
+        dead_letter: Callable[[ReceivedMessage, str], Copy],
+        lines: FailureLines,
     ) -> None:
         self._results = results
         self._dead_letter = dead_letter
+        self._lines = lines
 
     def stored(self, pending: Pending) -> None:
         assert pending.message is not None
@@ -223,15 +244,36 @@ class _Outputs:
             self._results.counts["dead"] += 1
         self._results.settled(pending.message, stored=True)
 
-    def refused(self, pending: Pending, cause: str) -> Sequence[Copy]:
+    def refused(self, pending: Pending, error: CopyRefused) -> Sequence[Copy] | None:
+        if pending.replaced:
+            return _smaller(self._results, pending, error, keyed=False)
         assert pending.message is not None
-        log.error("output refused", message=repr(pending.message), error=cause)
+        self._lines.note("output refused", error, message=repr(pending.message))
         return [
-            self._dead_letter(pending.message, cause),
+            self._dead_letter(pending.message, str(error)),
             *pending.message.work.clearance(pending.message),
         ]
 
     def dropped(self, pending: Pending) -> None: ...
+
+
+def _smaller(
+    results: Results, pending: Pending, error: CopyRefused, *, keyed: bool
+) -> Sequence[Copy] | None:
+    """Return the copies with less of their message where a topic takes only smaller ones; None:
+    they are refused for another reason, or nothing more can be left out."""
+    refused = set(map(id, error.copies)) if error.too_large else ()
+    found = [
+        Copy(each.topic, each.partition, record)
+        for each in pending.copies
+        if (record := smaller(each.record, keyed=keyed) if id(each) in refused else each.record)
+    ]
+    if not refused or len(found) < len(pending.copies):
+        return None
+    if not any(is_smaller(each.record) for each in pending.copies):
+        log.error("copy too large", message=repr(pending.message), next="without its value")
+        results.counts["left_out"] += 1
+    return found
 
 
 def _failed(message: ReceivedMessage, due_ms: int, cause: str, step: int = -1) -> Failed:

@@ -16,7 +16,10 @@ from txbroker.metrics import Collector, Described, Samples
 ConsumerCollector: TypeAlias = Collector
 _PREFIX = "txbroker_consumer_"
 _RETRY = "retry_"
-_RESULTS = ("handled", "failed", "dropped", "dead", "aside", "aside_full", "copy_refused", "gap")
+_RESULTS = (
+    *("handled", "failed", "dropped", "dead", "aside"),
+    *("aside_full", "copy_refused", "left_out", "gap"),
+)
 
 
 METRICS = tuple(
@@ -44,7 +47,8 @@ METRICS = tuple(
             ("result",),
             "Messages by result: `handled`; `failed`, for each attempt; then `dropped`, `dead` or "
             "`aside`; `aside_full`, for each attempt that found 1,000 set-aside keys; "
-            "`copy_refused`; `gap`, deleted before they were read.",
+            "`copy_refused`; `left_out`, of which a copy lacks the value; `gap`, deleted before "
+            "they were read.",
         ),
         (
             "oldest_unfinished_seconds",

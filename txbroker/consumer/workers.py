@@ -17,7 +17,6 @@ from msgspec import Struct
 
 from txbroker.consumer.engine import Engine, Holder
 from txbroker.consumer.message import ReceivedMessage
-from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
@@ -292,9 +291,17 @@ class Workers:
                 for message in messages if after is not None else ():
                     holder = self._engine.in_flight.get(message)
                     reports = holder.reports if holder is not None else None
-                    await _after(after, message, (reports or {}).get(message, error))
+                    await self._after(after, message, (reports or {}).get(message, error))
 
         return call
+
+    async def _after(
+        self, hook: After, message: ReceivedMessage, error: BaseException | None
+    ) -> None:
+        try:
+            await _maybe(hook, message, error)
+        except Exception as raised:  # the handler's result stands
+            self._engine.lines.note("hook failed", raised, message=repr(message))
 
     async def run(self, drain_s: float) -> None:
         """Handle messages until the engine stops, then those in flight for up to `drain_s`.
@@ -444,7 +451,7 @@ class _Worker(Holder):
         exact, before = self._options.results is not None, self._engine.before
         divided = error is not None and len(messages) > 1 and not before
         if divided and error is not None and not isinstance(error, RolledBack):
-            log.warning("batch divided", messages=len(messages), error=safe_repr(error))
+            self._engine.lines.note("batch divided", error, messages=len(messages))
         failed: list[tuple[ReceivedMessage, BaseException]] = []
         again: list[ReceivedMessage] = []
         lanes = set()
@@ -505,13 +512,6 @@ async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
             _done, pending = await asyncio.wait(pending, timeout=_CANCELLED_S)
     if pending:
         log.error("handlers do not end when cancelled", handlers=len(pending))
-
-
-async def _after(hook: After | None, message: ReceivedMessage, error: BaseException | None) -> None:
-    try:
-        await _maybe(hook, message, error)
-    except Exception as raised:  # the handler's result stands
-        log.error("hook failed", message=repr(message), error=safe_repr(raised))
 
 
 async def _maybe(hook: Callable[..., Awaitable[None] | None] | None, *arguments: Any) -> None:

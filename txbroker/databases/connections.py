@@ -279,7 +279,7 @@ async def _asynchronous(connection: Any, database: Database) -> tuple[Any, Execu
         _check_dialect(connection, _DIALECTS[driver], database)
         if not in_transaction(connection):
             raise _outside(database, "use `async with connection.transaction():`")
-        return connection, lambda query: _execute_asyncpg(connection, query)
+        return connection, lambda query: execute_asyncpg(connection, query)
     if driver == "psycopg" and coroutines:
         from txbroker.databases.postgres import execute_async
 
@@ -304,7 +304,8 @@ async def _sqlalchemy_async(connection: Any, database: Database) -> tuple[Any, E
     return driver, lambda query: inner.run_sync(execute_sqlalchemy, query)
 
 
-async def _execute_asyncpg(connection: Any, query: Query) -> Result:
+async def execute_asyncpg(connection: Any, query: Query) -> Result:
+    """Execute a statement on asyncpg's connection."""
     sql = with_placeholders(query.sql, _ASYNCPG_STYLE)
     if sql.startswith("SELECT"):
         rows = await connection.fetch(sql, *query.values)

@@ -28,7 +28,8 @@ class Fault(StrEnum):
 
 
 class TransactionGone(Exception):
-    """The server has rolled the transaction back, because of an error that was not raised."""
+    """The transaction has ended: the server has rolled it back because of an error that was not
+    raised, or the handler has ended it."""
 
 
 class Dialect(Struct, frozen=True, kw_only=True):
@@ -37,8 +38,11 @@ class Dialect(Struct, frozen=True, kw_only=True):
     Attributes:
         name: `sqlite`, `postgresql` or `mariadb`.
         begin: begins a transaction that may write.
-        first: begins the transaction of a driver or library that would begin it with the first
-            statement, and show it only then.
+        begin_marked: begins one with a mark that ends with it, so that a handler which ends it and
+            begins another one is noticed; SQLite reports such statements.
+        first: does the same to the transaction of a driver or library that would begin it with the
+            first statement, and show it only then.
+        release: fails if the mark is gone; "": `within` sees it.
         lock, lock_shared: end of a SELECT that locks its rows and sees their newest version.
         newest: end of a SELECT by a duplicate key, which sees the row also if it is newer than the
             transaction's snapshot; "": not necessary.
@@ -64,15 +68,17 @@ class Dialect(Struct, frozen=True, kw_only=True):
         keyed: in addition, where the rows are hardly longer than their key.
         limits: statements that limit the waits of a session.
         in_transaction: a SELECT that returns whether it is part of an open transaction.
-        within: end of a condition that no row meets outside a transaction, where an error rolls the
-            whole transaction back and the driver does not show it; "": it aborts or shows.
+        within: end of a condition that no row meets outside the marked transaction; on MariaDB,
+            where an error may roll a transaction back and the driver does not show it, outside any.
         isolation: the transaction's isolation level; "": no level makes a duplicate key abort it.
         fault_of: returns what an error of a driver means.
     """
 
     name: str
     begin: str
+    begin_marked: str
     first: str
+    release: str
     lock: str
     lock_shared: str
     newest: str
@@ -105,6 +111,8 @@ class Dialect(Struct, frozen=True, kw_only=True):
         """Return what an error means, also one that SQLAlchemy or Django has wrapped."""
         if type(error).__module__ == "sqlalchemy.exc" and type(error).__name__ == "TimeoutError":
             return Fault.UNAVAILABLE  # its pool has no connection
+        if isinstance(error, TransactionGone):
+            return Fault.ABORTED
         return self.fault_of(original(error))
 
     def limited(self, lock_wait_s: float, idle_s: float) -> Iterator[str]:
@@ -180,6 +188,7 @@ _BY_NUMBER: Mapping[int, Fault] = {
     **dict.fromkeys((1213, 1205, 1020), Fault.BUSY),  # deadlock, lock timeout, snapshot too old
     1062: Fault.DUPLICATE,
     1146: Fault.NO_TABLE,
+    1305: Fault.ABORTED,  # the savepoint is gone
     **dict.fromkeys((1142, 1143, 1227), Fault.DENIED),
     **dict.fromkeys((1044, 1045, 1049), Fault.UNAVAILABLE),  # wrong user, password or database
     **dict.fromkeys((1040, 1129, 1203), Fault.UNAVAILABLE),  # too many connections, host blocked
@@ -195,8 +204,6 @@ _BY_NUMBER: Mapping[int, Fault] = {
 def _mariadb_fault(error: BaseException) -> Fault:
     of_driver = type(error).__module__ != "builtins"  # a KeyError may have a number, too
     number = error.args[0] if error.args and of_driver else None
-    if isinstance(error, TransactionGone):
-        return Fault.ABORTED
     if isinstance(error, OSError):
         return Fault.UNAVAILABLE
     return _BY_NUMBER.get(number, Fault.OTHER) if isinstance(number, int) else Fault.OTHER
@@ -207,7 +214,9 @@ def _mariadb_fault(error: BaseException) -> Fault:
 SQLITE = Dialect(
     name="sqlite",
     begin="BEGIN IMMEDIATE",
+    begin_marked="BEGIN IMMEDIATE",
     first="BEGIN IMMEDIATE",
+    release="",
     lock="",
     lock_shared="",
     newest="",
@@ -237,10 +246,14 @@ SQLITE = Dialect(
     isolation="",
     fault_of=_sqlite_fault,
 )
+# Unlike a SELECT it takes no snapshot, which would fix the isolation level.
+_POSTGRESQL_MARK = "SET LOCAL txbroker.transaction = 'open'"
 POSTGRESQL = Dialect(
     name="postgresql",
     begin="BEGIN",
-    first="SHOW transaction_isolation",  # a SELECT would take a snapshot, which fixes the level
+    begin_marked=f"BEGIN; {_POSTGRESQL_MARK}",
+    first=_POSTGRESQL_MARK,
+    release="",
     lock=" FOR UPDATE",
     lock_shared=" FOR SHARE",
     newest="",
@@ -277,14 +290,17 @@ POSTGRESQL = Dialect(
     ),
     # A statement that is its transaction begins when that does.
     in_transaction="SELECT now() <> statement_timestamp()",
-    within="",
+    within=" AND current_setting('txbroker.transaction', true) = 'open'",
     isolation="current_setting('transaction_isolation')",
     fault_of=_postgresql_fault,
 )
+_MARIADB_BEGIN = "BEGIN NOT ATOMIC START TRANSACTION; SAVEPOINT txbroker; END"
 MARIADB = Dialect(
     name="mariadb",
     begin="START TRANSACTION",
-    first="START TRANSACTION",
+    begin_marked=_MARIADB_BEGIN,
+    first=_MARIADB_BEGIN,
+    release="RELEASE SAVEPOINT txbroker",
     lock=" FOR UPDATE",
     lock_shared=" LOCK IN SHARE MODE",
     newest=" LOCK IN SHARE MODE",

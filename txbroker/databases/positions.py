@@ -220,12 +220,11 @@ class PositionTable:
         return reason
 
     def _check_within(self) -> Steps[None]:
-        """Raise TransactionGone if the server has rolled back what the handler wrote: a position
-        would be stored without it."""
-        if self._dialect.within:
-            result = yield Query(self._dialect.in_transaction)
-            if not int(result.rows[0][0]):
-                raise TransactionGone
+        """Raise TransactionGone if what the handler wrote is not part of this transaction: a
+        position would be stored without it."""
+        sql = f"SELECT 1 FROM (SELECT 1) AS one WHERE 1 = 1{self._dialect.within}"
+        if self._dialect.within and not (yield Query(sql)).rows:
+            raise TransactionGone
 
     def _compare(self, settled: Settled, lock: str) -> Steps[Stored | None]:
         """Return FENCED if the token is another owner's, BEFORE if the messages are done."""

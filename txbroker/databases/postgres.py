@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from txbroker.databases.database import IDLE_S, LOCK_WAIT_S, Database
 from txbroker.databases.dialect import POSTGRESQL
+from txbroker.databases.restoring import Restorer, restorer
 from txbroker.databases.sessions import in_transaction, refuse_control, tuple_cursor
-from txbroker.databases.steps import Query, Result, with_placeholders
+from txbroker.databases.steps import Query, Result, run_async, with_placeholders
 from txbroker.errors import ConfigurationError, needs
 
 if TYPE_CHECKING:
@@ -115,10 +116,17 @@ class PsycopgAsyncSession:
 
     def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
         self.connection = connection
+        self.reusable = True
+        self._restorer: Restorer | None = None
 
     @property
     def in_transaction(self) -> bool:
         return bool(in_transaction(self.connection))
+
+    async def lend(self) -> None:
+        """Handlers will use the session, see `PlainSession.lend`."""
+        self._restorer = restorer(self.connection, "psycopg")
+        await run_async(self._restorer.opened(), self.execute)
 
     async def execute(self, query: Query) -> Result:
         """Execute a statement."""
@@ -126,16 +134,26 @@ class PsycopgAsyncSession:
 
     async def begin(self) -> None:
         """Begin a transaction."""
-        await self.execute(Query(POSTGRESQL.begin))
+        self.reusable = self._restorer is None
+        begin = POSTGRESQL.begin if self.reusable else POSTGRESQL.begin_marked
+        await self.execute(Query(begin))
 
     async def commit(self) -> None:
         """Commit it."""
-        await self.execute(Query("COMMIT"))
+        await self._end("COMMIT")
 
     async def rollback(self) -> None:
         """Roll it back, if one is open."""
         if self.in_transaction:
-            await self.execute(Query("ROLLBACK"))
+            await self._end("ROLLBACK")
+        elif not self.reusable:
+            await self._end("")
+
+    async def _end(self, sql: str) -> None:
+        if self._restorer is None:
+            await self.execute(Query(sql))
+        else:
+            self.reusable = await run_async(self._restorer.ended(sql), self.execute)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -146,5 +164,7 @@ async def execute_async(connection: psycopg.AsyncConnection[Any], query: Query) 
     """Execute a statement on an asynchronous connection."""
     async with tuple_cursor(connection) as cursor:
         await cursor.execute(with_placeholders(query.sql, _STYLE), tuple(query.values))
+        while cursor.nextset():
+            pass  # of several statements, the last one's result counts
         rows = await cursor.fetchall() if cursor.description else ()
         return Result(cursor.rowcount, rows)

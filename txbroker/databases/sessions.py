@@ -15,7 +15,8 @@ from threading import Semaphore, Thread
 from typing import Any, Protocol, TypeVar
 
 from txbroker.databases.dialect import Dialect, Fault
-from txbroker.databases.steps import Query, Result, with_placeholders
+from txbroker.databases.restoring import Restorer, restorer
+from txbroker.databases.steps import Query, Result, run, with_placeholders
 from txbroker.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -57,8 +58,15 @@ class PlainSession(Protocol):
     dialect: Dialect
 
     @property
+    def reusable(self) -> bool:
+        """Whether the session is as it was opened; otherwise it is to be closed."""
+
+    @property
     def in_transaction(self) -> bool:
         """Whether a transaction is open, as the driver knows without asking the server."""
+
+    def lend(self) -> None:
+        """Handlers will use the session: from now on, the end of a transaction restores it."""
 
     def execute(self, query: Query) -> Result: ...
 
@@ -77,7 +85,12 @@ class AsyncSession(Protocol):
     connection: Any
 
     @property
+    def reusable(self) -> bool: ...
+
+    @property
     def in_transaction(self) -> bool: ...
+
+    async def lend(self) -> None: ...
 
     async def execute(self, query: Query) -> Result: ...
 
@@ -100,11 +113,18 @@ class DriverSession:
     def __init__(self, connection: Any, dialect: Dialect, style: str) -> None:
         self.connection = connection
         self.dialect = dialect
+        self.reusable = True
         self._style = style
+        self._restorer: Restorer | None = None
 
     @property
     def in_transaction(self) -> bool:
-        return bool(in_transaction(self.connection))
+        return bool(in_transaction(self.connection)) and not handler_ended(self._restorer)
+
+    def lend(self) -> None:
+        """Handlers will use the session, see `PlainSession.lend`."""
+        self._restorer = restorer(self.connection, driver_of(self.connection))
+        run(self._restorer.opened(), self.execute)
 
     def execute(self, query: Query) -> Result:
         """Execute a statement."""
@@ -112,16 +132,29 @@ class DriverSession:
 
     def begin(self) -> None:
         """Begin a transaction that may write."""
-        self._command(self.dialect.begin)
+        if self._restorer is None:
+            self._command(self.dialect.begin)
+        else:
+            self.reusable = False
+            self._command(self.dialect.begin_marked)
+            self._restorer.begun()
 
     def commit(self) -> None:
         """Commit it."""
-        self._command("COMMIT")
+        self._end("COMMIT")
 
     def rollback(self) -> None:
         """Roll it back, if one is open."""
         if in_transaction(self.connection) is not False:
-            self._command("ROLLBACK")
+            self._end("ROLLBACK")
+        elif not self.reusable:
+            self._end("")
+
+    def _end(self, sql: str) -> None:
+        if self._restorer is None:
+            self._command(sql)
+        else:
+            self.reusable = run(self._restorer.ended(sql), self.execute)
 
     def _command(self, sql: str) -> None:
         """Execute a statement without a result: with less work than `execute`."""
@@ -191,6 +224,11 @@ class SessionPool:
             close_quietly(session)
 
 
+def handler_ended(restored: Restorer | None) -> bool:
+    """Return whether a handler has ended its transaction, as the driver reports statements."""
+    return restored is not None and restored.ended_by_handler
+
+
 def close_quietly(session: PlainSession) -> None:
     """Close a session after an error, which is the one to raise."""
     with suppress(Exception):
@@ -206,6 +244,8 @@ def execute(connection: Any, query: Query, style: str) -> Result:
     cursor = tuple_cursor(connection)
     try:
         cursor.execute(with_placeholders(query.sql, style), tuple(query.values))
+        while driver_of(connection) == "psycopg" and cursor.nextset():
+            pass  # of several statements, the last one's result counts
         rows = cursor.fetchall() if cursor.description else ()
         return Result(cursor.rowcount, rows)
     finally:
@@ -386,6 +426,9 @@ class SessionThreads:
             future.set_exception(error)
         else:
             future.set_result(result)
+        if session is not None and not session.reusable:
+            close_quietly(session)
+            session = None
         return session
 
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from txbroker.databases.connections import driver_connection, execute_sqlalchemy, join_sqlalchemy
+from txbroker.databases.connections import (
+    driver_connection,
+    execute_asyncpg,
+    execute_sqlalchemy,
+    join_sqlalchemy,
+)
 from txbroker.databases.database import IDLE_S, LOCK_WAIT_S, Database, DatabaseUnavailable
 from txbroker.databases.dialect import SQLITE, Dialect, dialect_named
-from txbroker.databases.sessions import in_transaction, refuse_control
-from txbroker.databases.steps import Query, Result
+from txbroker.databases.restoring import Restorer, restorer
+from txbroker.databases.sessions import (
+    driver_of,
+    execute,
+    handler_ended,
+    in_transaction,
+    refuse_control,
+)
+from txbroker.databases.steps import Query, Result, run
 from txbroker.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -114,8 +127,10 @@ class EngineSession:
     def __init__(self, connection: Connection, dialect: Dialect) -> None:
         self.connection = connection
         self.dialect = dialect
+        self.reusable = True
         self._driver: Any = None
         self._transaction: RootTransaction | None = None
+        self._restorer: Restorer | None = None
 
     def start(self, database: Database, lock_wait_s: float, idle_s: float) -> None:
         """Take the connection out of its pool, which must not receive its limits, and set them.
@@ -135,7 +150,14 @@ class EngineSession:
         """Whether the transaction that was begun is still open."""
         if self._transaction is None or not self._transaction.is_active:
             return False
+        if handler_ended(self._restorer):
+            return False
         return in_transaction(driver_connection(self.connection)) is not False
+
+    def lend(self) -> None:
+        """Handlers will use the session, see `PlainSession.lend`."""
+        self._restorer = restorer(self._driver, driver_of(self._driver))
+        run(self._restorer.opened(), self.execute)
 
     def execute(self, query: Query) -> Result:
         """Execute a statement; commit it, unless a transaction was begun."""
@@ -154,17 +176,25 @@ class EngineSession:
         """Begin a transaction that may write."""
         from sqlalchemy import event
 
+        self.reusable = self._restorer is None
         self._transaction = self.connection.begin()
-        if not in_transaction(driver_connection(self.connection)):
+        if self.dialect.release or not in_transaction(driver_connection(self.connection)):
             execute_sqlalchemy(self.connection, Query(self.dialect.first))
         event.listen(self.connection, "commit", refuse_control)
+        if self._restorer is not None:
+            self._restorer.begun()
 
     def commit(self) -> None:
         """Commit it."""
         assert self._transaction is not None
+        if self._restorer is not None:
+            self._restorer.ending()
+            if self.dialect.release:
+                self.execute(Query(self.dialect.release))
         self._allow_commit()
         transaction, self._transaction = self._transaction, None
         transaction.commit()
+        self._restore()
 
     def rollback(self) -> None:
         """Roll it back, if one is open.
@@ -174,6 +204,8 @@ class EngineSession:
                 session's limits.
         """
         transaction, self._transaction = self._transaction, None
+        if self._restorer is not None:
+            self._restorer.ending()
         if transaction is not None:
             self._allow_commit()
             transaction.rollback()
@@ -182,6 +214,25 @@ class EngineSession:
         if transaction is not None:
             # After a refused commit, SQLAlchemy takes it for ended.
             self.connection.connection.rollback()
+        self._restore()
+
+    def _restore(self) -> None:
+        """Restore what a handler changed, with a statement of its own: SQLAlchemy's COMMIT takes
+        none along."""
+        if self._restorer is not None and not self.reusable:
+            with suppress(Exception):
+                self.reusable = run(self._restorer.ended(""), self._execute_on_driver)
+
+    def _execute_on_driver(self, query: Query) -> Result:
+        """Execute statements on the driver's connection, outside a transaction."""
+        driver, name = self._driver, driver_of(self._driver)
+        if self.connection.dialect.is_async:
+            return _await_on_driver(driver, name, query)
+        driver.autocommit = True
+        try:
+            return execute(driver, query, getattr(sys.modules[name], "paramstyle", "format"))
+        finally:
+            driver.autocommit = False
 
     def close(self) -> None:
         """Close the connection."""
@@ -192,6 +243,24 @@ class EngineSession:
 
         if event.contains(self.connection, "commit", refuse_control):
             event.remove(self.connection, "commit", refuse_control)
+
+
+def _await_on_driver(driver: Any, name: str, query: Query) -> Result:
+    """Execute statements on an asynchronous driver's connection, outside a transaction."""
+    from sqlalchemy.util import await_only
+
+    from txbroker.databases.postgres import execute_async
+
+    async def executed() -> Result:
+        if name == "asyncpg":
+            return await execute_asyncpg(driver, query)
+        await driver.set_autocommit(True)
+        try:
+            return await execute_async(driver, query)
+        finally:
+            await driver.set_autocommit(False)
+
+    return await_only(executed())
 
 
 class AsyncEngineSession:
@@ -205,6 +274,14 @@ class AsyncEngineSession:
     @property
     def in_transaction(self) -> bool:
         return self.plain.in_transaction
+
+    @property
+    def reusable(self) -> bool:
+        return self.plain.reusable
+
+    async def lend(self) -> None:
+        """Handlers will use the session, see `PlainSession.lend`."""
+        await self.connection.run_sync(lambda _: self.plain.lend())
 
     async def execute(self, query: Query) -> Result:
         """Execute a statement; commit it, unless a transaction was begun."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 from txbroker.databases.database import Database
 from txbroker.databases.dialect import SQLITE
@@ -12,11 +13,34 @@ from txbroker.databases.sessions import refuse_control
 from txbroker.databases.tables import CONSUMING, TableSet
 from txbroker.errors import ConfigurationError
 
+_DEFINITIONS = (
+    *("create_function", "create_aggregate", "create_window_function", "create_collation"),
+    *("set_authorizer", "set_progress_handler", "enable_load_extension", "load_extension"),
+)
+
+
+def _noted(name: str) -> Any:
+    def method(self: HandlerConnection, *arguments: Any, **options: Any) -> Any:
+        self.changed = True
+        return getattr(super(HandlerConnection, self), name)(*arguments, **options)
+
+    return method
+
 
 class HandlerConnection(sqlite3.Connection):
-    """What a handler receives: the consumer ends the transaction."""
+    """What a handler receives: the consumer ends the transaction.
+
+    Attributes:
+        changed: the handler has defined a function or the like, which stays.
+    """
 
     commit = rollback = executescript = __enter__ = refuse_control
+    changed = False
+
+
+for _name in _DEFINITIONS:
+    if hasattr(sqlite3.Connection, _name):
+        setattr(HandlerConnection, _name, _noted(_name))
 
 
 class SQLite(Database):

@@ -35,13 +35,15 @@ class CopyRefused(KafkaUnavailable):
 
     Attributes:
         copies: refused ones, at least one. Of the others some may be refused next time.
+        too_large: they are larger than their topic takes.
     """
 
     lasting = True
 
-    def __init__(self, message: str, copies: Sequence[Copy]) -> None:
+    def __init__(self, message: str, copies: Sequence[Copy], *, too_large: bool = False) -> None:
         super().__init__(message)
         self.copies = copies
+        self.too_large = too_large
 
 
 class StoreUnavailable(KafkaUnavailable):

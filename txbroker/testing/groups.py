@@ -341,7 +341,8 @@ def store_copies(
             try:
                 kafka.write(copy.topic, copy.partition, [copy.record], transaction)
             except RecordRefused as error:
-                raise CopyRefused(error.cause.message, [copy]) from None
+                too_large = error.cause.code == "too_large"
+                raise CopyRefused(error.cause.message, [copy], too_large=too_large) from None
             written.add((copy.topic, copy.partition))
         kafka.finish(transaction, lost)
     finally:

@@ -181,20 +181,14 @@ async def test_message_is_kept_with_its_position(world: World, shop: Shop) -> No
 
 
 @pytest.mark.rule(40)
-async def test_retried_message_of_a_replaced_owner(world: World, shop: Shop) -> None:
+async def test_retried_message_of_a_replaced_owner(
+    world: World, shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     booking = Booking(shop, **{"1": [BUG, None]})
-    claimed = False
-
-    def handle(message: Any, connection: Any) -> None:
-        nonlocal claimed
-        booking(message, connection)
-        if message.attempt > 1 and not claimed:
-            claimed = True
-            connection.execute("UPDATE txbroker_position SET token = token + 1")
-
+    shop.claims_before(monkeypatch, lambda: len(booking.begun) == 1)
     world.produce("a=1")
     options = {"order": "none", "local_attempts_max": 1, **shop.options}
-    async with world.running(handle, **options) as consumer:
+    async with world.running(booking, **options) as consumer:
         await shop.has("1")
         await until(lambda: not shop.aside())
         assert counted(consumer, "fenced") == 1

@@ -45,6 +45,7 @@ async def test_done_is_no_result(world: World, shop: Shop, run: dict[str, Any]) 
     indirect=True,
 )
 def test_first_stage_of_a_kept_message_is_stored_once(shop: Shop) -> None:
+    shop._session.lend()
     shop.claim()
     token = shop.position()[2]
     assert shop.transact(shop.positions.save(PLACE, (1, Metadata(token)), (), lower=True))

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from msgspec import Struct, structs
 
+from txbroker.consumer.asides import original
 from txbroker.consumer.operations.groups import COUNTED_MAX, GroupView, scan
 from txbroker.core.consuming.aside import AsideKeys, release_record
 from txbroker.core.consuming.copies import (
@@ -22,7 +23,7 @@ from txbroker.core.consuming.copies import (
     spread,
 )
 from txbroker.core.records import Record
-from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, Copy, Partition
+from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, Copy, CopyRefused, Partition
 from txbroker.errors import ConfigurationError
 
 _READ_OFFSETS = 1000
@@ -186,6 +187,7 @@ async def _dead_letters(
             elif copy is not None and letter not in retried:
                 message, failed = copy
                 size = None if message.value is None else len(message.value)
+                size = failed.left_out.size if failed.left_out is not None else size
                 if not values:
                     message = structs.replace(message, value=None)
                 found.append(DeadLetter(letter, message, failed, size))
@@ -223,20 +225,36 @@ async def send_back(
     async for letter, record in _reread(door, letters):
         copy = read_copy(record)
         assert copy is not None
-        again = make_copy(copy[0], structs.replace(copy[1], due_ms=0, step=-1))
+        message, failed = copy
+        if failed.left_out is not None:
+            message = await original(door, message, failed)
+        again = make_copy(message, structs.replace(failed, due_ms=0, step=-1, left_out=None))
         topic, number, _offset = letter.place
         copies += [
             Copy(view.names.retry, 0, again),
             Copy(topic, number, retried_record(letter.place, reason)),
         ]
-        size += len(record.value or b"") + len(record.key or b"")
+        size += len(message.value or b"") + len(message.key or b"")
         if len(copies) >= _STORED_RECORDS or size >= _STORED_BYTES:
-            await door.store(view.group, copies)
+            await _store(door, view, copies)
             sent += len(copies) // 2
             copies, size = [], 0
     if copies:
-        await door.store(view.group, copies)
+        await _store(door, view, copies)
     return sent + len(copies) // 2
+
+
+async def _store(door: ConsumingDoor, view: GroupView, copies: Sequence[Copy]) -> None:
+    try:
+        await door.store(view.group, copies)
+    except CopyRefused as error:
+        if not error.too_large:
+            raise
+        raise CopyRefused(
+            f"{error}: raise max.message.bytes of {view.names.retry}, then send it back again",
+            error.copies,
+            too_large=True,
+        ) from error
 
 
 async def _reread(

@@ -17,6 +17,7 @@ from txbroker.databases.sessions import (
     AsyncSession,
     PlainSession,
     SessionThreads,
+    close_quietly,
     note_lost,
     while_busy,
 )
@@ -43,7 +44,16 @@ class Connections:
         def opened() -> PlainSession:
             return database.open(idle_s=idle_s)
 
-        self._handlers = SessionThreads(opened, "txbroker-handler", count)
+        def lent() -> PlainSession:
+            session = opened()
+            try:
+                session.lend()
+            except BaseException:
+                close_quietly(session)
+                raise
+            return session
+
+        self._handlers = SessionThreads(lent, "txbroker-handler", count)
         single = database.writers_max == 1
         self._own = self._handlers if single else SessionThreads(opened, "txbroker-positions")
         self._closed = False
@@ -86,8 +96,7 @@ class Connections:
         if idle:
             session = idle.pop()
         else:
-            session = await self.database.open_async(idle_s=self._idle_s)
-            self._own_opened += idle is self._own_idle
+            session = await self._open(lent=idle is not self._own_idle)
         try:
             yield session
         except BaseException as error:
@@ -96,15 +105,27 @@ class Connections:
             raise
         await self._take_back(session, idle)
 
+    async def _open(self, *, lent: bool) -> AsyncSession:
+        session = await self.database.open_async(idle_s=self._idle_s)
+        self._own_opened += not lent
+        if lent:
+            try:
+                await session.lend()
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    await session.close()
+                raise
+        return session
+
     async def _take_back(self, session: AsyncSession, idle: list[AsyncSession]) -> bool:
-        """Roll back, and keep the session if it can be used again; return whether it can."""
+        """Roll back, and keep the session if it is clean; return False if it is lost."""
         try:
             await session.rollback()
         except Exception:
             with contextlib.suppress(Exception):
                 await session.close()
             return False
-        if self._closed:
+        if self._closed or not session.reusable:
             await session.close()
         else:
             idle.append(session)

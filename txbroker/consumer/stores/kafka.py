@@ -24,7 +24,7 @@ from txbroker.consumer.workers import (
 )
 from txbroker.core.consuming.failure import Reject
 from txbroker.core.records import Cause, Message
-from txbroker.door.consuming import ConsumingDoor, Copy
+from txbroker.door.consuming import ConsumingDoor, Copy, CopyRefused
 from txbroker.door.placing import MessagesRefused, Placing
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.failpoints import failpoint
@@ -102,8 +102,8 @@ class _FirstStage:
         if not self._future.done():
             self._future.set_result(None)
 
-    def refused(self, pending: Pending, cause: str) -> Sequence[Copy]:
-        self._end(Reject(cause))
+    def refused(self, pending: Pending, error: CopyRefused) -> Sequence[Copy]:
+        self._end(Reject(str(error)))
         return ()
 
     def dropped(self, pending: Pending) -> None:

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import Work, size_of
-from txbroker.door.consuming import Copy
+from txbroker.door.consuming import Copy, CopyRefused
 
 if TYPE_CHECKING:
     from txbroker.consumer.engine import Engine
@@ -49,8 +49,8 @@ class Storing(Protocol):
     def stored(self, pending: Pending) -> None:
         """They are stored."""
 
-    def refused(self, pending: Pending, cause: str) -> Sequence[Copy] | None:
-        """One of them cannot be stored. Return the copies to store in place of all; nothing: the
+    def refused(self, pending: Pending, error: CopyRefused) -> Sequence[Copy] | None:
+        """Some of them cannot be stored. Return the copies to store in place of all; nothing: the
         message fails. None: the message is handled again, later."""
 
     def dropped(self, pending: Pending) -> None:

@@ -15,7 +15,7 @@ from txbroker.consumer.stores.transaction import Transaction, Unanswered
 from txbroker.consumer.workers import Call, Handler, RolledBack, is_coroutine_function
 from txbroker.core.consuming.copies import Source
 from txbroker.databases.dialect import Fault
-from txbroker.databases.positions import PositionTable, Stored
+from txbroker.databases.positions import PositionTable, Settled, Stored
 from txbroker.databases.sessions import HandlerFailed, busy_pause
 from txbroker.databases.steps import Steps
 from txbroker.door.consuming import StoreUnavailable
@@ -41,7 +41,18 @@ _PAUSE_S, _PAUSE_MAX_S = 0.02, 1.0
 
 class TransactionAborted(TxbrokerError):
     """The handler caught an error of the database, which had aborted its transaction: let it pass,
-    or enclose the statement in a savepoint."""
+    or enclose the statement in a savepoint. Or it ended the transaction and began another one:
+    leave that to the consumer."""
+
+
+class SessionChanged(TxbrokerError):
+    """The position cannot be stored in the handler's session, but in another one: let the handler
+    restore what it changed, such as search_path, the database, the role or a timeout, before it
+    returns."""
+
+    def __init__(self, reason: str = "its tables are others") -> None:
+        super().__init__()
+        self.args = (f"{self} ({reason})",)
 
 
 class DatabaseResults:
@@ -102,7 +113,7 @@ class DatabaseResults:
                     await busy_pause(number)
                     continue
                 self._failures = 0
-                self._conclude(transaction, stopped_at)
+                await self._conclude(transaction, stopped_at)
                 return
 
         return call
@@ -140,6 +151,13 @@ class DatabaseResults:
             raise TransactionAborted from error
         elif fault not in (Fault.UNAVAILABLE, Fault.DENIED, Fault.NO_TABLE, Fault.BUSY):
             raise error
+        elif (
+            transaction.handled
+            and fault is not Fault.BUSY
+            and await self._can_write(transaction)
+            and (fault is not Fault.UNAVAILABLE or not self._may_lose(transaction))
+        ):
+            raise SessionChanged(str(self._database.explain(error))) from error
         await self._unavailable(transaction.messages, raised or error)
         raise RolledBack
 
@@ -187,7 +205,7 @@ class DatabaseResults:
         first = transaction.parts[0].settled
         while True:
             try:
-                found = await self._connections.transaction(lambda: self._positions.look(first))
+                found = await self._looked(first)
             except StoreUnavailable as error:
                 await self._unavailable(transaction.messages, error)
                 continue
@@ -199,7 +217,10 @@ class DatabaseResults:
             break
         raise RolledBack
 
-    def _conclude(self, transaction: Transaction, stopped_at: int | None) -> None:
+    async def _looked(self, settled: Settled) -> Stored | None:
+        return await self._connections.transaction(lambda: self._positions.look(settled))
+
+    async def _conclude(self, transaction: Transaction, stopped_at: int | None) -> None:
         """Take note of what a transaction stored.
 
         Args:
@@ -207,6 +228,7 @@ class DatabaseResults:
 
         Raises:
             RolledBack
+            SessionChanged
         """
         if stopped_at is None:
             for part in transaction.parts:
@@ -218,6 +240,13 @@ class DatabaseResults:
             return
         part = transaction.parts[stopped_at]
         if part.stored is Stored.FENCED:
+            try:
+                found = await self._looked(part.settled)
+            except StoreUnavailable as error:
+                await self._unavailable(transaction.messages, error)
+                raise RolledBack from None
+            if found is not Stored.FENCED:  # its search_path or database has such tables, too
+                raise SessionChanged
             if part.work.commits is not None:
                 part.work.commits.fenced(part.work.owner)
             raise RolledBack

@@ -60,6 +60,7 @@ class Transaction:
     Attributes:
         parts: by partition, in an order that all consumers share.
         locks_first: no round may change their positions while the handler runs.
+        handled: the handler has returned: what fails then is perhaps of its doing.
         own_opened: of `Connections` when the handler was called.
     """
 
@@ -85,11 +86,13 @@ class Transaction:
         self.parts = [Part(work, by_work[work], staged=engine.staged) for work in ordered]
         self._holder = engine.in_flight.get(messages[0])
         self.locks_first = False
+        self.handled = False
         self.own_opened = 0
         self._time = asyncio.get_running_loop().time
 
     def run(self, session: PlainSession) -> int | None:
         """Call the handler with a plain connection; return the part that cannot be stored."""
+        self.handled = False
         session.begin()
         if self.locks_first:
             run(self._lock(), session.execute)
@@ -123,6 +126,7 @@ class Transaction:
 
     async def run_async(self, session: AsyncSession) -> int | None:
         """`run` for asyncio."""
+        self.handled = False
         await session.begin()
         if self.locks_first:
             await run_async(self._lock(), session.execute)
@@ -178,6 +182,7 @@ class Transaction:
     def _check(self, session: PlainSession | AsyncSession) -> None:
         """Raise TransactionControlled if the handler ended the transaction, RolledBack if it
         reported a failure of a message."""
+        self.handled = True
         _check_open(session)
         if not session.in_transaction:
             raise TransactionControlled(

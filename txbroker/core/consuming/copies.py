@@ -25,6 +25,9 @@ CAUSE_HEADER = "txb-cause"
 TIMESTAMP_HEADER = "txb-timestamp"
 STAGE_HEADER = "txb-stage"
 """After the others, on a copy of a message whose first stages are done."""
+LEFT_OUT_HEADER = "txb-left-out"
+"""After the others, on a copy that is smaller than its message: what it lacks, and the size of the
+message's value. The message is in its first place, as long as the topic keeps it."""
 RELEASE_HEADER = "txb-release"
 """In the aside topic, on a record of an operator: the partition whose key is released."""
 CLEARED_HEADER = "txb-cleared"
@@ -42,6 +45,8 @@ _COPY_HEADERS = (
     TIMESTAMP_HEADER,
 )
 _CAUSE_LENGTH_MAX = 1000
+_LEFT_OUT = ("value", "value, headers", "value, headers, key")
+"""What copies lack, in the order in which it is left out."""
 _NUMBER = re.compile(rb"-1|\d{1,15}")
 _SOURCE = re.compile(r"([A-Za-z0-9._-]{1,249})/([0-9]{1,10})@([0-9]{1,19})")
 
@@ -75,6 +80,18 @@ class Source(NamedTuple):
         return f"{self.topic}/{self.partition}@{self.offset}"
 
 
+class LeftOut(Struct, frozen=True):
+    """What the copy of a message lacks, because its topic takes only smaller ones.
+
+    Attributes:
+        parts: such as `value`.
+        size: of the value, bytes.
+    """
+
+    parts: str
+    size: int
+
+
 class Failed(Struct, frozen=True):
     """The history of a message that failed.
 
@@ -86,6 +103,7 @@ class Failed(Struct, frozen=True):
         cause: why it failed.
         step: of the retry topic, to which failures have led it; -1 before the first one.
         stage: the handler's stages that are done; the next attempt begins after them.
+        left_out: what the copy lacks; None: it is whole.
     """
 
     source: Source
@@ -94,6 +112,7 @@ class Failed(Struct, frozen=True):
     cause: str = ""
     step: int = -1
     stage: int = 0
+    left_out: LeftOut | None = None
 
 
 def make_copy(record: Record, failed: Failed) -> Record:
@@ -110,6 +129,9 @@ def make_copy(record: Record, failed: Failed) -> Record:
     ]
     if failed.stage:
         headers.append((STAGE_HEADER, b"%d" % failed.stage))
+    if failed.left_out:
+        text = f"{failed.left_out.size} bytes: {failed.left_out.parts}"
+        headers.append((LEFT_OUT_HEADER, text.encode()))
     return Record(record.key, record.value, (*headers, *record.headers))
 
 
@@ -133,8 +155,66 @@ def read_copy(record: Record) -> tuple[Record, Failed] | None:
     rest, stage = tuple(record.headers[len(_COPY_HEADERS) :]), 0
     if rest and rest[0][0] == STAGE_HEADER:
         stage, rest = max(0, _number(rest[0][1] or b"") or 0), rest[1:]
+    left_out = None
+    if rest and rest[0][0] == LEFT_OUT_HEADER:
+        left_out, rest = _left_out(rest[0][1] or b""), rest[1:]
     message = structs.replace(record, headers=rest, timestamp_ms=timestamp_ms)
-    return message, Failed(place, attempts, due_ms, cause, step, stage)
+    return message, Failed(place, attempts, due_ms, cause, step, stage, left_out)
+
+
+def _left_out(value: bytes) -> LeftOut:
+    size, _bytes, parts = value.decode(errors="replace").partition(" bytes: ")
+    return LeftOut(parts or "value", int(size) if size.isdecimal() else 0)
+
+
+def smaller(copy: Record, *, keyed: bool) -> Record | None:
+    """Return a copy that lacks more of its message: the value, then the headers, then the key.
+
+    Args:
+        keyed: the key stays.
+
+    Returns:
+        None: nothing more can be left out, or the record is no copy.
+    """
+    found = read_copy(copy)
+    if found is None:
+        return None
+    message, failed = found
+    before = failed.left_out
+    size = len(message.value or b"") if before is None else before.size
+    level = 0 if before is None else _LEFT_OUT.index(before.parts) + 1
+    for parts in _LEFT_OUT[level : 2 if keyed else 3]:
+        less = Record(
+            message.key if "key" not in parts else None,
+            None,
+            message.headers if "headers" not in parts else (),
+            timestamp_ms=message.timestamp_ms,
+        )
+        if (less.key, less.value, less.headers) != (message.key, message.value, message.headers):
+            return make_copy(less, structs.replace(failed, left_out=LeftOut(parts, size)))
+    return None
+
+
+def is_smaller(copy: Record) -> bool:
+    """Return whether a copy lacks a part of its message."""
+    found = read_copy(copy)
+    return found is not None and found[1].left_out is not None
+
+
+def is_original(record: Record, message: Record, failed: Failed) -> bool:
+    """Return whether a record is the message of a copy that lacks a part of it; an offset of a
+    topic that was created again holds another one.
+
+    Args:
+        message: what is left of it in the copy.
+    """
+    assert failed.left_out is not None
+    return (
+        record.offset == failed.source.offset
+        and len(record.value or b"") == failed.left_out.size
+        and record.timestamp_ms == message.timestamp_ms
+        and (message.key is None or record.key == message.key)
+    )
 
 
 def _number(value: bytes) -> int | None:

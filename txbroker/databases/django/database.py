@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from txbroker.databases.database import IDLE_S, LOCK_WAIT_S, Database, DatabaseUnavailable
 from txbroker.databases.dialect import SQLITE, Dialect, dialect_named
-from txbroker.databases.sessions import PlainSession, execute, in_transaction
-from txbroker.databases.steps import Query, Result
+from txbroker.databases.restoring import Restorer, restorer
+from txbroker.databases.sessions import (
+    PlainSession,
+    driver_of,
+    execute,
+    handler_ended,
+    in_transaction,
+)
+from txbroker.databases.steps import Query, Result, run
 
 _STYLE = "format"
 
@@ -76,13 +83,22 @@ class DjangoSession:
     def __init__(self, connection: Any, dialect: Dialect) -> None:
         self.connection = connection
         self.dialect = dialect
+        self.reusable = True
         self._driver = connection.connection
         self._atomic: AbstractContextManager[Any] | None = None
+        self._restorer: Restorer | None = None
 
     @property
     def in_transaction(self) -> bool:
         """Whether the transaction that was begun is still open."""
-        return self._atomic is not None and in_transaction(self._driver) is not False
+        if self._atomic is None or handler_ended(self._restorer):
+            return False
+        return in_transaction(self._driver) is not False
+
+    def lend(self) -> None:
+        """Handlers will use the session, see `PlainSession.lend`."""
+        self._restorer = restorer(self._driver, driver_of(self._driver))
+        run(self._restorer.opened(), self.execute)
 
     def execute(self, query: Query) -> Result:
         """Execute a statement."""
@@ -92,21 +108,29 @@ class DjangoSession:
         """Begin a transaction that may write."""
         from django.db import transaction
 
+        self.reusable = self._restorer is None
         if self.dialect is SQLITE:
             self.connection.transaction_mode = "IMMEDIATE"
         atomic = transaction.atomic(using=self.connection.alias, durable=True)
         atomic.__enter__()
         self._atomic = atomic
-        if not self.in_transaction:
+        if self.dialect.release or not in_transaction(self._driver):
             self.execute(Query(self.dialect.first))
+        if self._restorer is not None:
+            self._restorer.begun()
 
     def commit(self) -> None:
         """Commit it."""
         assert self._atomic is not None
         # Of a transaction with a caught error, Django would roll back instead, without a word.
         self.connection.validate_no_broken_transaction()
+        if self._restorer is not None:
+            self._restorer.ending()
+            if self.dialect.release:
+                self.execute(Query(self.dialect.release))
         atomic, self._atomic = self._atomic, None
         atomic.__exit__(None, None, None)
+        self._restore()
 
     def rollback(self) -> None:
         """Roll it back, if one is open.
@@ -115,11 +139,20 @@ class DjangoSession:
             DatabaseUnavailable: Django has opened another connection, without the session's limits.
         """
         atomic, self._atomic = self._atomic, None
+        if self._restorer is not None:
+            self._restorer.ending()
         if atomic is not None:
             self.connection.set_rollback(True)
             atomic.__exit__(None, None, None)
         if self.connection.connection is not self._driver:
             raise DatabaseUnavailable("the connection of Django's session was lost")
+        self._restore()
+
+    def _restore(self) -> None:
+        """Restore what a handler changed: Django commits every statement outside of `atomic`."""
+        if self._restorer is not None and not self.reusable:
+            with suppress(Exception):
+                self.reusable = run(self._restorer.ended(""), self.execute)
 
     def close(self) -> None:
         """Close the connection; Django opens another one when the thread needs it.

@@ -142,7 +142,9 @@ class GroupOffsets:
                 return
             # Otherwise with smaller batches, until a batch holds nothing but refused copies.
             if found := batches.refused(refused, copies):
-                raise CopyRefused(f"a copy was refused: {refused}", found)
+                raise CopyRefused(
+                    f"a copy was refused: {refused}", found, too_large=refused.too_large
+                )
 
     async def _try_commit(
         self, offsets: Mapping[Partition, StoredOffset], rounds: Sequence[Mapping[Partition, Batch]]

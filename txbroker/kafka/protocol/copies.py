@@ -44,6 +44,11 @@ class RefusedBatch(NamedTuple):
     def __str__(self) -> str:
         return str(self.why)
 
+    @property
+    def too_large(self) -> bool:
+        """Whether its topic takes only smaller ones."""
+        return self.why.code in _TOO_LARGE
+
 
 class Batches:
     """The copies of one commit as batches, which become smaller until it is known which copies are
