@@ -27,7 +27,8 @@ _OPTIONS = ("take_position", "check_url", "check_after_s", "retries_max", "keep_
 @click.option("--check-after-s", type=float, default=60.0, show_default=True, metavar="SECONDS",
               help="How long rows may be undecided before.")  # fmt: skip
 @click.option("--retries-max", type=int, default=10, show_default=True, metavar="N",
-              help="How often Kafka may refuse a row before it is a MESSAGE_ERROR.")  # fmt: skip
+              help="How often Kafka may refuse a message before its row is a MESSAGE_ERROR; a row "
+              "whose topic is missing or may not be written waits.")  # fmt: skip
 @click.option("--keep-s", type=float, default=86400.0, show_default=True, metavar="SECONDS",
               help="How long finished rows are kept; 0: a delivered one is deleted.")  # fmt: skip
 @click.option("--shards", type=int, metavar="N",

@@ -9,13 +9,11 @@ import click
 from txbroker.cli.output import Row, TableColumn, clock, show_rows, shown_columns, since, table
 from txbroker.cli.run import usage_errors
 from txbroker.databases.database import Database, steps_in_transaction
-from txbroker.databases.dialect import SQLITE
 from txbroker.databases.outbox import operations
 from txbroker.databases.outbox.operations import LISTED, Choice
-from txbroker.databases.outbox.table import OUTBOX, outbox_tables
+from txbroker.databases.outbox.table import outbox_tables
 from txbroker.databases.steps import Steps
 from txbroker.databases.urls import from_url
-from txbroker.errors import needs
 
 T = TypeVar("T")
 TABLES = outbox_tables()
@@ -54,27 +52,8 @@ def find_rows(
     database: Database, choice: Choice, limit: int, columns: Sequence[str] = LISTED
 ) -> list[Row]:
     """Return rows as JSON data, the newest first."""
-    if database.dialect is SQLITE:
-        with needs("relay"):
-            from sqlite_utils import Database as Tables
-
-        condition, values = choice.condition()
-        tables = Tables(database.file)
-        try:
-            found = list(
-                tables[OUTBOX].rows_where(
-                    condition,
-                    values,
-                    order_by="position DESC",
-                    select=operations.selected(columns),
-                    limit=limit,
-                )
-            )
-        finally:
-            tables.close()
-    else:
-        with database.explained(tables=TABLES):
-            found = database.apart(operations.find(choice, limit, columns))
+    with database.explained(tables=TABLES):
+        found = database.apart(operations.find(choice, limit, columns))
     return [operations.shown(row) for row in found]
 
 

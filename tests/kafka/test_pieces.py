@@ -257,6 +257,7 @@ def test_lost_producer_state_blames_no_record(error: Exception, raised: type[Exc
 def test_codes_are_described_in_words() -> None:
     assert describe(Code.MESSAGE_TOO_LARGE) == "message too large"
     assert describe(9999) == "error 9999"
+    assert not [code for code in range(134) if describe(code) == f"error {code}"]
 
 
 # --- batches beside those of the client library ---------------------------------------------------

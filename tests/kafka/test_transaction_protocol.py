@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.kafka.relay import ADD_PARTITIONS, END_TXN, PRODUCE, Fate
 from tests.kafka.small_turns import FENCED_CODES, Relayed, claim, keys, progress, write
@@ -27,6 +28,8 @@ second_protocol = pytest.mark.second_protocol
 
 
 FEATURE = "transaction.version"
+BROKERS_MAX_S = 900.0
+"""`transaction.max.timeout.ms` by default."""
 _UPGRADE, _UNSAFE_DOWNGRADE = 1, 3
 
 
@@ -504,3 +507,26 @@ async def test_exhausted_epochs_lead_to_a_new_producer_id(
     assert own.id != first_id
     assert own.epoch < 8
     assert await keys(world, topic) == written
+
+
+@pytest.mark.parametrize("request_timeout_s", [1.0, BROKERS_MAX_S])
+async def test_a_producer_takes_what_brokers_allow(
+    world: KafkaHarness, request_timeout_s: float
+) -> None:
+    """Their `transaction.max.timeout.ms` is lower than the setting."""
+    settings = structs.replace(
+        world.settings("timeout"),
+        transaction_timeout_s=3 * BROKERS_MAX_S,
+        request_timeout_s=request_timeout_s,
+    )
+    client = Client(settings)
+    producer = Producer(client, "mine", world.name("id"))
+    try:
+        if 2 * request_timeout_s > BROKERS_MAX_S:  # an abort would come too late
+            with pytest.raises(KafkaRefused, match="no transaction of 1800 s: raise their trans"):
+                await producer.start(Backoff(10, 0.01))
+        else:
+            await producer.start(Backoff(10, 0.01))
+            assert producer.transaction_timeout_s == 0.75 * BROKERS_MAX_S
+    finally:
+        await client.close()

@@ -14,7 +14,8 @@ from txbroker.embedded import EmbeddedKafka
 from txbroker.relay.outbox import Outbox
 
 
-def _place(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> Place:
+def place_of(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> Place:
+    """Return a new database of a kind."""
     if kind == "sqlite":
         return sqlite_place(tmp_path, "wal")
     name = "postgres_server" if kind == "postgresql" else "mariadb_server"
@@ -24,13 +25,13 @@ def _place(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> Place:
 @pytest.fixture(params=list(LEVELS))
 def shop(request: pytest.FixtureRequest, tmp_path: Path, kafka: EmbeddedKafka) -> Shop:
     """A shop on each kind of database."""
-    return Shop(_place(request, tmp_path, request.param), kafka.bootstrap)
+    return Shop(place_of(request, tmp_path, request.param), kafka.bootstrap)
 
 
 @pytest.fixture
 def sqlite_shop(request: pytest.FixtureRequest, tmp_path: Path, kafka: EmbeddedKafka) -> Shop:
     """A shop on SQLite."""
-    return Shop(_place(request, tmp_path, "sqlite"), kafka.bootstrap)
+    return Shop(place_of(request, tmp_path, "sqlite"), kafka.bootstrap)
 
 
 @pytest.fixture

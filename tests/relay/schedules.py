@@ -33,7 +33,7 @@ from txbroker.door.owners import unknown_target
 from txbroker.errors import KafkaUnavailable
 from txbroker.relay.outbox_source import OutboxSource, Retries
 from txbroker.relay.pump import Pump, PumpEvents
-from txbroker.relay.sessions import DatabaseThread
+from txbroker.relay.sessions import DatabaseThread, RowsLocked
 from txbroker.relay.sink import RelaySink
 from txbroker.testing.delivering import MemoryDeliveryWriter
 from txbroker.testing.memory import LostReply, MemoryKafka
@@ -54,6 +54,8 @@ STEPS, SETTLED_STEPS, AFTER_STEPS = 80, 3000, 20
 WRONG_MAX = 3
 _LOST, _CRASH, _START, _LATE, _DENIED = 0.03, 0.02, 0.15, 0.01, 0.01
 _PAUSE = 0.5
+_LOCKED = 0.1
+"""Of marks: how often other transactions have locked their rows."""
 _STAYS = (0.5, 0.8, 0.95)
 """Of a schedule: how likely the same relay does the next step."""
 _REFUSING = (("ready",), ("ready", "ready", "ready", "late", "small"), ("ready", "late", "small"))
@@ -116,7 +118,13 @@ class Relay:
         world.take(leases.owner, shard)
         thread = cast(DatabaseThread, self)
         source = OutboxSource(
-            named, rows, thread, cast(Any, self), RETRIES, lambda: leases.owned(shard)
+            named,
+            rows,
+            thread,
+            cast(Any, self),
+            RETRIES,
+            lambda: leases.owned(shard),
+            lambda _error: None,
         )
         sink = RelaySink(cast(Any, world), self._writer, "txbroker")
         self.task = asyncio.ensure_future(self._run(Pump("outbox", source, sink, PumpEvents())))
@@ -156,6 +164,11 @@ class Relay:
         result = steps_in_transaction(steps(), self._world.session)
         self._world.may_fail(DatabaseUnavailable)
         return result
+
+    async def attempt(self, steps: Callable[[], Steps[T]]) -> T:
+        """See `DatabaseThread.attempt`."""
+        self._world.may_fail(RowsLocked, _LOCKED)
+        return await self.transaction(steps)
 
     async def read(self, steps: Callable[[], Steps[T]]) -> T:
         """See `DatabaseThread.read`."""
@@ -251,9 +264,9 @@ class World:
             return unknown_target(topic)
         return len(self.kafka.topics[topic].partitions)
 
-    def may_fail(self, error: type[Exception]) -> None:
+    def may_fail(self, error: type[Exception], often: float = _LOST) -> None:
         """Raise an error now and then."""
-        if self._faults and self.fate.random() < _LOST:
+        if self._faults and self.fate.random() < often:
             raise error("no answer")
 
     def pause(self) -> int:

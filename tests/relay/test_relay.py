@@ -6,13 +6,24 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
 
+import msgspec
 import pytest
 
+from tests.databases.places import Place, connect, run
 from tests.kit.topic_reader import create_topic, read_topics
-from tests.kit.until import until
+from tests.kit.until import unique, until
+from tests.relay.conftest import place_of
 from tests.relay.world import Shop, ids, with_transaction
+from txbroker.cli.relay.outbox_rows import find_rows, open_outbox
 from txbroker.databases import from_url
+from txbroker.databases.outbox.operations import WHOLE, Choice
+from txbroker.databases.outbox.waiting import WaitingRows
+from txbroker.databases.steps import Query, one
+from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import ConfigurationError
 from txbroker.relay import Message, Outbox, Relay, StillWaiting, outbox_source
 
@@ -217,11 +228,17 @@ async def test_a_long_unit_waits_whole_and_goes_without_expired_rows(
     assert shop.states() == {"GLOBAL_COMMIT": 234, "MESSAGE_ERROR": 90}
 
 
-async def test_a_row_is_given_up_whole_after_its_retries_or_its_timeout(shop: Shop) -> None:
+@pytest.mark.rule(49)
+async def test_only_rows_that_no_waiting_helps_are_given_up(shop: Shop) -> None:
     missing = f"{shop.prefix}.missing"
     large = b"x" * (2 << 20)  # more than a topic takes by default
     with closing(shop.place.connect()) as connection:
-        for message in (Message(missing, "k1", "1"), Message(shop.topic, "k2", large)):
+        for message in (
+            Message(missing, "k1", "1"),
+            Message(shop.topic, "k1", "2"),
+            Message(shop.topic, "k2", "3", partition=77),
+            Message(shop.topic, "k4", large),
+        ):
             with_transaction(connection)
             shop.outbox.add(connection, message)
             connection.commit()
@@ -231,18 +248,36 @@ async def test_a_row_is_given_up_whole_after_its_retries_or_its_timeout(shop: Sh
         shop.outbox.add(connection, Message(shop.topic, "k4", "4"), timeout_s=0.001)
         connection.commit()
     await asyncio.sleep(0.05)  # the timeout of a row passes by the database's clock
-    async with shop.relay(retries_max=1) as relay:
-        await relay.drain(timeout_s=20)
-    assert shop.numbers() == [3]
-    rows = shop.place.select(
-        "SELECT message_key, cause, LENGTH(message_value), retries FROM txbroker_outbox "
-        "WHERE state = 'MESSAGE_ERROR' ORDER BY message_key"
+    async with shop.relay(retries_max=1):
+        await until(lambda: _retries(shop, missing) > 1 and shop.numbers() == [3], 20)
+        assert [row[:3] for row in _causes(shop, "LOCAL_COMMIT")] == [
+            (b"k1", f"topic {missing} does not exist, or this login may not describe it", 1),
+            (b"k1", "an earlier row of its order or unit waits", 1),
+            (b"k2", f"topic {shop.topic} has 3 partitions, and no partition 77", 1),
+        ]
+        await asyncio.to_thread(create_topic, shop.bootstrap, missing)
+        await until(lambda: shop.numbers() == [2, 3], 20)
+    large_row, late = _causes(shop, "MESSAGE_ERROR")
+    assert "large" in large_row[1]
+    assert large_row[2:] == (len(large), 1)
+    assert late[1] == "not sent before its timeout_at"
+    assert {cause for _, cause, *_ in _causes(shop, "GLOBAL_COMMIT")} == {""}
+
+
+def _retries(shop: Shop, topic: str) -> int:
+    ((retries,),) = shop.place.select(
+        f"SELECT retries FROM txbroker_outbox WHERE topic = '{topic}'"
     )
-    (_, unknown, _, _), (_, too_large, size, retries), (_, late, _, _) = rows
-    assert "does not exist" in unknown
-    assert "large" in too_large
-    assert (size, retries) == (len(large), 1)
-    assert late == "not sent before its timeout_at"
+    return int(retries)
+
+
+def _causes(shop: Shop, state: str) -> list[tuple[Any, ...]]:
+    """Return key, cause, size and retries of rows."""
+    found = shop.place.select(
+        "SELECT message_key, cause, LENGTH(message_value), retries FROM txbroker_outbox "
+        f"WHERE state = '{state}' ORDER BY message_key, position"
+    )
+    return [(bytes(key), *others) for key, *others in found]
 
 
 async def test_a_row_for_an_own_topic_is_given_up_at_once(sqlite_shop: Shop) -> None:
@@ -273,6 +308,196 @@ async def test_a_row_that_holds_no_message_is_refused_alone(sqlite_shop: Shop) -
     causes = shop.place.select("SELECT cause FROM txbroker_outbox WHERE state = 'MESSAGE_ERROR'")
     assert len(causes) == 2
     assert all("the row holds no message" in cause for (cause,) in causes)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        "topic",
+        "message_key",
+        "message_value",
+        "headers",
+        "order_key",
+        "id",
+        "partition_id",
+        "timestamp_ms",
+        "created_at",
+        "next_at",
+    ],
+)
+async def test_a_row_of_any_bytes_is_given_up_alone(sqlite_shop: Shop, column: str) -> None:
+    """SQLite takes text that is no UTF-8, and text in columns of numbers."""
+    shop = sqlite_shop
+    shop.add([1])
+    columns = {"topic": f"'{shop.topic}'", "message_value": "x'32'"}
+    columns[column] = "CAST(x'ff61' AS TEXT)"
+    shop.execute(
+        f"INSERT INTO txbroker_outbox ({', '.join(columns)}) VALUES ({', '.join(columns.values())})"
+    )
+    shop.add([3])
+    async with shop.relay(retries_max=1) as relay:
+        await relay.drain(timeout_s=20)
+    bad = [1, 3] if column != "next_at" else [1, 2, 3]
+    assert shop.numbers() == bad
+    database = open_outbox(shop.place.url)
+    listed = find_rows(database, Choice(), 10, WHOLE)
+    assert len(msgspec.json.encode(listed)) > 100
+    if column != "next_at":
+        (given_up,) = [row for row in listed if row["state"] == "MESSAGE_ERROR"]
+        assert "the row holds no message" in given_up["cause"]
+        assert given_up["problem"].startswith("no message") == (column != "created_at")
+
+
+async def test_rows_of_a_database_without_an_encoding(
+    request: pytest.FixtureRequest, kafka: EmbeddedKafka
+) -> None:
+    """PostgreSQL's SQL_ASCII takes any bytes as text."""
+    server, name = request.getfixturevalue("postgres_server"), unique("ascii").replace("-", "_")
+    with closing(connect(server.admin_url)) as connection:
+        connection.autocommit = True
+        connection.execute(
+            f"CREATE DATABASE {name} OWNER {urlsplit(server.url(name)).username} "
+            "ENCODING 'SQL_ASCII' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0"
+        )
+    shop = Shop(Place(server.url(name)), kafka.bootstrap)
+    shop.add([1])
+    for column in ("headers", "order_key", "id", "topic"):
+        topic = f"'{shop.topic}'" if column != "topic" else "convert_from('\\xff', 'SQL_ASCII')"
+        other = f", {column}" if column != "topic" else ""
+        text = ", convert_from('\\x61ff', 'SQL_ASCII')" if other else ""
+        shop.execute(f"INSERT INTO txbroker_outbox (topic{other}) VALUES ({topic}{text})")
+    shop.add([3])
+    async with shop.relay(retries_max=1) as relay:
+        await relay.drain(timeout_s=20)
+    assert shop.numbers() == [1, 3]
+    listed = find_rows(open_outbox(shop.place.url), Choice(), 10, WHOLE)
+    assert sum("holds no message" in row["cause"] for row in listed) == 4
+    msgspec.json.encode(listed)
+
+
+_MODES = (
+    "ANSI_QUOTES,PIPES_AS_CONCAT,NO_BACKSLASH_ESCAPES,HIGH_NOT_PRECEDENCE,IGNORE_SPACE,"
+    "NO_UNSIGNED_SUBTRACTION"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "caller", "own"),
+    [
+        ("mariadb", f"SET sql_mode = '{_MODES}'", f"sql_mode='{_MODES},EMPTY_STRING_IS_NULL'"),
+        ("mariadb", "SET sql_mode = 'ORACLE', time_zone = '+05:00'", "sql_mode='ORACLE'"),
+        ("mariadb", "SET sql_mode = ''", "sql_safe_updates=1,max_statement_time=1"),
+        (
+            "postgresql",
+            "SET bytea_output = escape; SET datestyle = 'SQL, DMY'; "
+            "SET standard_conforming_strings = off",
+            "-c default_transaction_read_only=on -c statement_timeout=1000 -c bytea_output=escape "
+            "-c standard_conforming_strings=off -c default_transaction_isolation=serializable",
+        ),
+    ],
+)
+async def test_settings_of_sessions_change_nothing(
+    request: pytest.FixtureRequest,
+    kafka: EmbeddedKafka,
+    tmp_path: Path,
+    kind: str,
+    caller: str,
+    own: str,
+) -> None:
+    place = place_of(request, tmp_path, kind)
+    option = {"options": own} if kind == "postgresql" else {"init_command": f"SET {own}"}
+    url = place.url + ("&" if "?" in place.url else "?") + urlencode(option, quote_via=quote)
+    shop = Shop(Place(url), kafka.bootstrap)
+    value = bytes(range(256)) + b"'\\' \\x"
+    with closing(place.connect()) as connection:
+        run(connection, caller)
+        connection.commit()
+        message = Message(shop.topic, 'it\'s \\ "k"', value, {"h\\'": "\\"})
+        shop.outbox.add(connection, message, order_key="o'\\")
+        connection.commit()
+    async with shop.relay() as relay:
+        await relay.drain(timeout_s=20)
+    (record,) = shop.visible()
+    assert (record.key, record.value) == (message.key, value)
+    assert record.headers[2:] == message.headers
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb"])
+async def test_rows_that_others_lock_hold_no_others_back(
+    request: pytest.FixtureRequest,
+    kafka: EmbeddedKafka,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+) -> None:
+    shop = Shop(place_of(request, tmp_path, kind), kafka.bootstrap)
+    shop.add([1])
+    ((position,),) = shop.place.select("SELECT position FROM txbroker_outbox")
+    with closing(shop.place.connect()) as other:
+        run(other, f"SELECT * FROM txbroker_outbox WHERE position = {position} FOR UPDATE")
+        async with shop.relay() as relay:
+            await until(lambda: shop.numbers() == [1], 20)
+            shop.add([2])
+            await until(lambda: shop.states() == {"GLOBAL_COMMIT": 1, "LOCAL_COMMIT": 1}, 20)
+            assert relay.statistics()["failures_total"] > 0
+        # MariaDB shows transactions only with the right PROCESS.
+        who = {"postgresql": "probably process", "mariadb": "another transaction"}[kind]
+        assert f"locked by {who}" in caplog.text
+        async with shop.relay() as relay:  # the successor knows what is visible
+            shop.add([3])
+            await until(lambda: shop.states() == {"GLOBAL_COMMIT": 2, "LOCAL_COMMIT": 1}, 20)
+            other.rollback()
+            await relay.drain(timeout_s=20)
+    assert shop.numbers() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb"])
+def test_rows_that_others_lock_are_not_purged_yet(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str
+) -> None:
+    place = place_of(request, tmp_path, kind)
+    outbox = Outbox(place.database)
+    outbox.create()
+    with closing(place.connect()) as connection:
+        outbox.add(connection, *(Message("t", str(n)) for n in range(3)))
+        connection.commit()
+    place.execute("UPDATE txbroker_outbox SET state = 'GLOBAL_COMMIT'")
+    rows = WaitingRows(place.dialect)
+    with closing(place.connect()) as other:
+        run(other, "SELECT * FROM txbroker_outbox WHERE position IN (SELECT MIN(position) "
+            "FROM txbroker_outbox) FOR UPDATE")  # fmt: skip
+        assert place.database.apart(rows.purge_all(0)) == 2
+        other.rollback()
+    assert place.database.apart(rows.purge_all(0)) == 1
+
+
+async def test_a_look_does_not_read_what_a_snapshot_keeps(
+    request: pytest.FixtureRequest, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    """Deleted rows stay in PostgreSQL's index while a transaction may see them."""
+    shop = Shop(place_of(request, tmp_path, "postgresql"), kafka.bootstrap)
+    rows = WaitingRows(shop.place.dialect)
+    with closing(shop.place.connect()) as old, closing(shop.place.connect()) as connection:
+        run(old, "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        run(old, "SELECT 1 FROM txbroker_relay")
+        run(
+            connection,
+            "INSERT INTO txbroker_outbox (topic) SELECT 't' FROM generate_series(1, 20000)",
+        )
+        connection.commit()
+        shop.execute("DELETE FROM txbroker_outbox")
+        floor = shop.place.database.apart(rows.floor())
+        read = {at: _buffers(shop, rows, at) for at in ("", floor)}
+    assert read[floor] < 10 < read[""], read
+
+
+def _buffers(shop: Shop, rows: WaitingRows, floor: str) -> int:
+    """Return how many pages a look reads."""
+    query = next(rows.select(2000, floor=floor))
+    plan = shop.place.database.apart(
+        one(Query(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {query.sql}", query.values))
+    )
+    return int(plan.rows[0][0][0]["Plan"]["Shared Hit Blocks"])
 
 
 # --- several relays --------------------------------------------------------------------------
@@ -345,3 +570,84 @@ async def test_finished_rows_are_deleted(shop: Shop, keep_s: float) -> None:
         await relay.drain(timeout_s=20)
         await until(lambda: not shop.states(), 20)
     assert shop.numbers() == [0, 1, 2, 3, 4]
+
+
+# --- restored tables -------------------------------------------------------------------------
+
+
+@pytest.mark.rule(50)
+async def test_rows_of_another_cluster_keep_their_order(
+    request: pytest.FixtureRequest,
+    kafka: EmbeddedKafka,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their units are transactions that this PostgreSQL cluster has not reached."""
+    monkeypatch.setattr(outbox_source, "_ROWS", 4)
+    shop = Shop(place_of(request, tmp_path, "postgresql"), kafka.bootstrap)
+    foreign = ", ".join(
+        # Transactions of two rows.
+        f"('{shop.topic}', 'a', '{n}', '{90_000_000 + n // 2:020}', '{state}')"
+        for n, state in enumerate(["LOCAL_COMMIT"] * 10 + ["UNKNOWN"])
+    )
+    shop.execute(
+        "INSERT INTO txbroker_outbox (topic, message_key, message_value, unit, state) "
+        f"VALUES {foreign}"
+    )
+    for n in range(11, 17):
+        with closing(shop.place.connect()) as connection:
+            shop.outbox.add(connection, Message(shop.topic, "a", str(n)))
+            connection.commit()
+    async with shop.relay() as relay:
+        await relay.drain(timeout_s=20)
+    records = sorted(shop.visible(), key=lambda record: record.offset)
+    values = [int(record.value or b"") for record in records]
+    assert values == [*range(10), *range(11, 17)]
+    ((unit,),) = shop.place.select("SELECT unit FROM txbroker_outbox WHERE state = 'UNKNOWN'")
+    assert unit.startswith("!")  # no transaction of this cluster prepares rows of the same unit
+
+
+async def stopped_because(relay: Relay, text: str) -> str:
+    await relay.start()
+    with pytest.raises(ConfigurationError, match=text) as found:
+        await asyncio.wait_for(relay.run(), 20)
+    await relay.close()
+    return str(found.value)
+
+
+async def test_a_database_older_than_the_last_delivery_stops_the_relay(shop: Shop) -> None:
+    shop.add([1])
+    ((position,),) = shop.place.select("SELECT position FROM txbroker_outbox")
+    shop.add([2])
+    async with shop.relay() as relay:
+        await relay.drain(timeout_s=20)
+    # The backup has the first row.
+    shop.execute(f"DELETE FROM txbroker_outbox WHERE position > {position}")
+    shop.execute("UPDATE txbroker_outbox SET state = 'LOCAL_COMMIT'")
+    shop.execute(_RESTART[shop.place.dialect.name].format(position=position))
+    await stopped_because(shop.relay(), "older than the last delivery.* Compare it with the topic")
+    assert shop.numbers() == [1, 2]
+    assert shop.states() == {"LOCAL_COMMIT": 1}
+
+
+_RESTART = {
+    "sqlite": "UPDATE sqlite_sequence SET seq = {position} WHERE name = 'txbroker_outbox'",
+    "postgresql": "SELECT setval('txbroker_outbox_position_seq', {position})",
+    "mariadb": "ALTER SEQUENCE txbroker_outbox_position RESTART WITH {position}",
+}
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb"])
+async def test_a_table_without_its_sequence_stops_the_relay(
+    request: pytest.FixtureRequest, kafka: EmbeddedKafka, tmp_path: Path, kind: str
+) -> None:
+    """SQLite keeps its positions above all rows."""
+    shop = Shop(place_of(request, tmp_path, kind), kafka.bootstrap)
+    shop.add([1, 2])
+    shop.execute(_RESTART[shop.place.dialect.name].format(position=1))
+    shop.execute("UPDATE txbroker_outbox SET position = position + 500")
+    why = await stopped_because(shop.relay(), r"behind row \d+ of the outbox.* Set it with")
+    shop.execute(why.split("`")[1])
+    async with shop.relay() as relay:
+        await relay.drain(timeout_s=20)
+    assert shop.numbers() == [1, 2]

@@ -7,7 +7,14 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from txbroker.databases.dialect import Dialect, Fault, original
-from txbroker.databases.sessions import AsyncSession, DriverSession, PlainSession, in_thread
+from txbroker.databases.sessions import (
+    AsyncSession,
+    DriverSession,
+    PlainSession,
+    in_thread,
+    read_any_text,
+    set_up_own,
+)
 from txbroker.databases.steps import Query, Steps, run, run_async
 from txbroker.databases.tables import CONSUMING, TableSet, create, prepare
 from txbroker.errors import ConfigurationError, TxbrokerError
@@ -97,7 +104,17 @@ class Database:
 
     def open_apart(self, lock_wait_s: float = LOCK_WAIT_S) -> PlainSession:
         """Open a session on a connection that is part of no transaction of the caller's."""
-        return self.open(lock_wait_s)
+        return self.open_own(lock_wait_s)
+
+    def open_own(self, lock_wait_s: float = LOCK_WAIT_S) -> PlainSession:
+        """Open a session for txbroker's statements alone; see `open`."""
+        session = self.open(lock_wait_s)
+        try:
+            set_up_own(session)
+        except BaseException:
+            session.close()
+            raise
+        return session
 
     def apart(self, steps: Steps[T], lock_wait_s: float = LOCK_WAIT_S) -> T:
         """Execute steps on a connection opened for them; each statement commits.
@@ -116,6 +133,9 @@ class Database:
             return await in_thread(lambda: self.apart(steps, lock_wait_s))
         session = await self.open_async(lock_wait_s)
         try:
+            for sql in self.dialect.own:
+                await session.execute(Query(sql))
+            read_any_text(session)
             return await run_async(steps, session.execute)
         finally:
             await session.close()

@@ -171,6 +171,35 @@ class DriverSession:
         self.connection.close()
 
 
+def set_up_own(session: PlainSession) -> None:
+    """Set up a session that no handler receives: its settings are txbroker's, and it reads what
+    other programs have written."""
+    for sql in session.dialect.own:
+        session.execute(Query(sql))
+    read_any_text(session)
+
+
+def read_any_text(session: PlainSession | AsyncSession) -> None:
+    """Let a session read text that is no UTF-8: it has surrogates, as in file names."""
+    driver = getattr(session.connection, "connection", session.connection)  # of Django, SQLAlchemy
+    driver = getattr(driver, "dbapi_connection", driver)
+    if driver_of(driver) == "sqlite3":
+        driver.text_factory = _any_text
+    elif (
+        driver_of(driver) == "psycopg"
+        and driver.info.parameter_status("server_encoding") == "SQL_ASCII"
+    ):
+        from psycopg.adapt import Loader
+
+        loader = type("AnyText", (Loader,), {"load": lambda _, data: _any_text(bytes(data))})
+        for kind in ("text", "varchar", "name"):
+            driver.adapters.register_loader(kind, loader)
+
+
+def _any_text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")
+
+
 class SessionPool:
     """Sessions that stay open between their uses, for many threads.
 

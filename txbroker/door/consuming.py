@@ -36,14 +36,23 @@ class CopyRefused(KafkaUnavailable):
     Attributes:
         copies: refused ones, at least one. Of the others some may be refused next time.
         too_large: they are larger than their topic takes.
+        passing: waiting can help, see `Cause`: the topic is at fault, not the copies.
     """
 
     lasting = True
 
-    def __init__(self, message: str, copies: Sequence[Copy], *, too_large: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        copies: Sequence[Copy],
+        *,
+        too_large: bool = False,
+        passing: bool = False,
+    ) -> None:
         super().__init__(message)
         self.copies = copies
         self.too_large = too_large
+        self.passing = passing
 
 
 class StoreUnavailable(KafkaUnavailable):

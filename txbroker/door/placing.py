@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,18 +23,28 @@ _KNOWN_KEY_MAX = 256
 """Of longer keys no hashes are kept, which would keep the keys, too; bytes."""
 
 
+class Remedy(Enum):
+    """What can end a refusal."""
+
+    WAITING = "waiting"
+    """The topic is at fault, see `Cause.passing`."""
+    RETRIES = "retries"
+    """The message may be at fault: a few."""
+    NONE = "none"
+
+
 class Refusal(NamedTuple):
     """Why a message cannot be written.
 
     Attributes:
         message: the same object that was to be written.
         cause: as a sentence.
-        lasting: it does not help to try again.
+        remedy: what can end it.
     """
 
     message: Message
     cause: str
-    lasting: bool = False
+    remedy: Remedy = Remedy.RETRIES
 
 
 class MessagesRefused(TxbrokerError):
@@ -84,7 +95,8 @@ class Placing:
                 kept_s = _MISSING_S if isinstance(count, Cause) else _KNOWN_S
                 self._known[topic] = now_s + kept_s, count
             if isinstance(count, Cause):
-                refusals.append(Refusal(message, count.message, count.code == "reserved"))
+                remedy = Remedy.NONE if count.code == "reserved" else Remedy.WAITING
+                refusals.append(Refusal(message, count.message, remedy))
                 continue
             if partition is None:
                 if key is None:
@@ -94,7 +106,7 @@ class Placing:
                     partition = (_known_hash(key) if known else murmur2(key)) % count
             elif not 0 <= partition < count:
                 cause = f"topic {topic} has {count} partitions, and no partition {partition}"
-                refusals.append(Refusal(message, cause))
+                refusals.append(Refusal(message, cause, Remedy.WAITING))
                 continue
             time_ms = timestamp_ms if message.timestamp_ms is None else message.timestamp_ms
             headers = tuple(message.headers) if message.headers else NO_HEADERS

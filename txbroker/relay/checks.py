@@ -35,7 +35,7 @@ from txbroker.core.records import CheckReason, Decision
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.outbox.undecided import CHECKS_MAX, UndecidedRows
 from txbroker.databases.sessions import in_thread
-from txbroker.errors import ConfigurationError, TxbrokerError
+from txbroker.errors import BadRequest, ConfigurationError, TxbrokerError
 from txbroker.relay.outbox_source import message_of
 from txbroker.relay.sessions import DatabaseThread
 
@@ -105,6 +105,12 @@ class OutboxChecks(CheckOwner):
         attempt = await self._thread.transaction(lambda: self._rows.attempt(id))
         if attempt is None:
             return None
+        try:
+            messages = tuple(message_of(row) for row in attempt.rows)
+        except (TypeError, ValueError, BadRequest) as error:
+            why = f"the row holds no message: {error}"
+            await self._thread.transaction(lambda: self._rows.undecided(id, attempt.number, why))
+            return None
         return CheckCall(
             id,
             self._group,
@@ -112,7 +118,7 @@ class OutboxChecks(CheckOwner):
             CHECKS_MAX,
             CheckReason.DUE,
             attempt.rows[0].created_at,
-            tuple(message_of(row) for row in attempt.rows),
+            messages,
             number=attempt.number,
             timeout_s=TIMEOUT_S,
         )

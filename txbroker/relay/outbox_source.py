@@ -9,6 +9,8 @@ after a crash its rows are all marked, or none is, and are compared by the page'
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -17,6 +19,7 @@ from itertools import chain, groupby
 from typing import TypeVar
 
 import msgspec
+import structlog
 from msgspec import Struct
 
 from txbroker.contract.json import headers_from_json
@@ -24,8 +27,11 @@ from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER
 from txbroker.core.records import Header, Message
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.outbox.leases import Named
+from txbroker.databases.outbox.operations import readable
+from txbroker.databases.outbox.rows import check_message
 from txbroker.databases.outbox.waiting import (
     FullRow,
+    Held,
     Refused,
     Selection,
     WaitingRow,
@@ -33,17 +39,26 @@ from txbroker.databases.outbox.waiting import (
 )
 from txbroker.databases.steps import Steps
 from txbroker.door.delivering import WriterFenced
-from txbroker.door.placing import MessagesRefused, Refusal
+from txbroker.door.placing import MessagesRefused, Refusal, Remedy
 from txbroker.errors import BadRequest, ConfigurationError
-from txbroker.relay.sessions import DatabaseThread
+from txbroker.relay.sessions import DatabaseThread, RowsLocked
 from txbroker.relay.source import Delivery
 from txbroker.relay.wakeups import Wakeups
 
 T = TypeVar("T")
+log = structlog.wrap_logger(logging.getLogger(__name__))
 RENAMED = "UPDATE txbroker_relay SET relay = 'ANOTHER-NAME'"
+_COMPARE = (
+    "Compare it with the topics (`txbroker audit outbox`), give rows that are visible the state "
+    f"GLOBAL_COMMIT, then begin without a position: {RENAMED}"
+)
 _ROWS = 2000
 """Rows of a page."""
 _DELIVERY_BYTES = 4 << 20
+_SEARCH_SHARE = 20
+"""A search from the beginning takes at most one in so many seconds of an idle relay."""
+_UNMARKED_MAX = 50
+"""Pages. With more, the relay waits for those who have locked their rows."""
 _PIECE_BYTES, _PIECE_ROWS = 1 << 20, 2000
 
 
@@ -94,7 +109,7 @@ class OutboxPosition(Struct, frozen=True):
 
 class Retries(Struct, frozen=True):
     """What happens to rows that Kafka refuses: they wait `pauses_s`, the last one for all further
-    retries, and are given up after `max`."""
+    retries. Those that no waiting helps are given up after `max`."""
 
     max: int = 10
     pauses_s: tuple[float, ...] = (1, 2, 4, 8, 16, 32, 60)
@@ -108,6 +123,8 @@ class OutboxDelivery(Delivery):
         self.pages: list[Page] = []
         self._ends: list[Sequence[int]] = []
         """Of the pieces of each page."""
+        self._recent: list[tuple[Sequence[Message], Sequence[int]]] = []
+        """Messages that may still be refused, and the positions of their rows."""
 
     def add(self, rows: Sequence[WaitingRow]) -> None:
         """Add a page."""
@@ -121,14 +138,16 @@ class OutboxDelivery(Delivery):
 
     @property
     def position(self) -> bytes:
-        return msgspec.json.encode(OutboxPosition(self._source.identity, self.pages))
+        pages = [*self._source.unmarked, *self.pages]
+        return msgspec.json.encode(OutboxPosition(self._source.identity, pages))
 
     async def pieces(self) -> AsyncIterator[Sequence[Message]]:
         """See `Delivery.pieces`."""
         for page, ends in zip(self.pages, self._ends, strict=True):
             positions, begin, digest = page.positions(), 0, sha256()
             for end in ends:
-                rows = await self._source.fetch(positions[begin:end])
+                of_piece = positions[begin:end]
+                rows = await self._source.fetch(of_piece)
                 if len(rows) != end - begin:
                     await self._source.check_owned()  # a successor may have deleted them
                     raise DatabaseUnavailable(
@@ -137,9 +156,22 @@ class OutboxDelivery(Delivery):
                     )
                 begin = end
                 for row in rows:
-                    digest.update(f"{row.id}\n".encode())
-                yield self._source.messages(rows)
+                    digest.update(_line(row.id))
+                messages, refusals = self._source.messages(rows)
+                self._recent = [*self._recent[-1:], (messages, of_piece)]
+                if refusals:
+                    raise MessagesRefused(refusals)
+                yield messages
             page.digest = digest.hexdigest()
+
+    def positions_of(self, refusals: Iterable[Refusal]) -> list[int]:
+        """Return the positions of refused rows."""
+        known = {
+            id(message): position
+            for messages, positions in self._recent
+            for message, position in zip(messages, positions, strict=True)
+        }
+        return [known[id(each.message)] for each in refusals]
 
 
 class OutboxSource:
@@ -149,6 +181,11 @@ class OutboxSource:
         named: the relay's name, for the headers of records, and the identity of its table.
         rows: of the shard.
         owned: returns whether the shard is still this relay's, and locks that.
+        failed: called with an error that does not end the work.
+
+    Attributes:
+        unmarked: pages that are visible, and whose rows others have locked. Each position in Kafka
+            names them until they are marked.
     """
 
     def __init__(
@@ -159,22 +196,35 @@ class OutboxSource:
         wakeups: Wakeups,
         retries: Retries,
         owned: Callable[[], Steps[bool]],
+        failed: Callable[[Exception], None],
     ) -> None:
         self._owned = owned
+        self._failed = failed
+        self.unmarked: list[Page] = []
         self.identity = named.identity
         self._installation = (INSTALLATION_HEADER, named.relay.encode())
         self._rows = rows
         self._thread = thread
         self._wakeups = wakeups
         self._retries = retries
-        self._held: dict[str | bytes, int] = {}
+        self._held = Held({}, 0)
+        self._floor, self._search_s = "", 0.0
+        """See `WaitingRows.select`, and when to search from the beginning again."""
 
     # --- positions -----------------------------------------------------------------------------
 
     async def resume(self, position: bytes | None) -> None:
         """Mark the rows of the last delivery, unless they are; see `Source.resume`."""
-        for page in () if position is None else self._last(position).pages:
-            await self._change(partial(self._mark_last, page))
+        pages = () if position is None else self._last(position).pages
+        await self._check_restored(max((max(page.positions()) for page in pages), default=0))
+        self.unmarked, self._search_s = [], 0.0
+        for page in pages:
+            try:
+                await self._thread.attempt(self._checked(partial(self._mark_last, page)))
+            except RowsLocked as error:
+                await self._change(partial(self._waiting_of, page))
+                self._locked(page, error)
+        await self._reorder()
         # Also without a position only with the lease.
         self._held = await self._change(self._rows.held)
         self._wakeups.reset()
@@ -187,12 +237,15 @@ class OutboxSource:
             WriterFenced
         """
 
+        return await self._thread.transaction(self._checked(steps))
+
+    def _checked(self, steps: Callable[[], Steps[T]]) -> Callable[[], Steps[T]]:
         def checked() -> Steps[T]:
             if not (yield from self._owned()):
                 raise WriterFenced("another relay has taken the lease of the shard")
             return (yield from steps())
 
-        return await self._thread.transaction(checked)
+        return checked
 
     async def check_owned(self) -> None:
         """Raise WriterFenced if another relay has the shard."""
@@ -204,20 +257,76 @@ class OutboxSource:
             raise name_taken(last.identity, self.identity)
         return last
 
+    async def _check_restored(self, delivered: int) -> None:
+        """Check that the positions that the database draws are above all others.
+
+        Args:
+            delivered: the highest position of the last delivery.
+
+        Raises:
+            ConfigurationError
+        """
+        newest, drawn = await self._thread.read(self._rows.drawn)
+        if drawn is not None and max(newest, drawn) < delivered:
+            raise ConfigurationError(
+                f"the database is older than the last delivery, of row {delivered}: its positions "
+                f"end at {drawn}. It was restored from a backup, or lost its last commits, so rows "
+                f"that wait may be visible already. {_COMPARE}"
+            )
+        statement = self._rows.set_drawn(newest)
+        if drawn is not None and drawn < newest and statement:
+            raise ConfigurationError(
+                f"the sequence of positions is at {drawn}, behind row {newest} of the outbox, "
+                "restored or copied without it: new rows come before older ones. Set it with "
+                f"`{statement}`; rows that were written since keep their place"
+            )
+
+    async def _reorder(self) -> None:
+        """Let rows of another PostgreSQL cluster come before all new ones."""
+        if await self._thread.read(self._rows.has_foreign):
+            count, self._search_s = await self._change(self._rows.reorder), 0.0
+            log.warning("rows of another PostgreSQL cluster are put before new ones", count=count)
+
     def _mark_last(self, page: Page) -> Steps[None]:
+        yield from self._rows.mark((yield from self._waiting_of(page)))
+
+    def _waiting_of(self, page: Page) -> Steps[list[int]]:
+        """Return the positions of a page that are not marked: all of it, or none."""
         found = yield from self._rows.ids_waiting(page.positions())
         if not found:
-            return
+            return []
         digest = sha256()
         for _position, id in found:
-            digest.update(f"{id}\n".encode())
+            digest.update(_line(id))
         if digest.hexdigest() != page.digest:
             raise ConfigurationError(
                 "the outbox table does not hold the rows of the last delivery: it was restored or "
-                "changed. Compare it with the topics (`txbroker audit outbox`), give rows that are "
-                f"visible the state GLOBAL_COMMIT, then begin without a position: {RENAMED}"
+                f"changed. {_COMPARE}"
             )
-        yield from self._rows.mark([position for position, _id in found])
+        return [position for position, _id in found]
+
+    def _locked(self, page: Page, error: RowsLocked) -> None:
+        """Keep a page whose rows others have locked.
+
+        Raises:
+            RowsLocked: there are too many.
+        """
+        self.unmarked.append(page)
+        if len(self.unmarked) > _UNMARKED_MAX:
+            raise error
+        self._failed(error)
+        log.warning("visible rows cannot be marked", pages=len(self.unmarked), error=str(error))
+
+    async def _mark_locked(self) -> None:
+        """Mark pages that were locked before, up to one that still is; that is tried last then."""
+        while self.unmarked:
+            page = self.unmarked[0]
+            try:
+                await self._thread.attempt(partial(self._rows.mark, page.positions()))
+            except RowsLocked as error:
+                self._locked(self.unmarked.pop(0), error)
+                return
+            del self.unmarked[0]
 
     # --- deliveries ----------------------------------------------------------------------------
 
@@ -226,12 +335,28 @@ class OutboxSource:
         while True:
             if self._wakeups.is_second():
                 await self._release()
-            found = await self._thread.read(lambda: self._rows.select(_ROWS))
+            found = await self._select()
             if not found.rows:
                 await self._wakeups.wait()
             elif delivery := await self._collect(found):
                 await self._wakeups.found()
                 return delivery
+
+    async def _select(self) -> Selection:
+        """Return the first rows, from the floor that the last search without rows has shown."""
+        visible = [*chain.from_iterable(page.positions() for page in self.unmarked)]
+        now_s = asyncio.get_running_loop().time
+        begun_s, floor = now_s(), self._floor
+        if begun_s >= self._search_s:
+            floor = ""
+            next_floor = await self._thread.read(self._rows.floor)
+        found = await self._thread.read(partial(self._rows.select, _ROWS, visible, floor))
+        if not floor:
+            self._floor, self._search_s = "", 0.0
+            if not found.rows and next_floor:
+                took_s = now_s() - begun_s
+                self._floor, self._search_s = next_floor, now_s() + max(1.0, _SEARCH_SHARE * took_s)
+        return found
 
     async def _collect(self, found: Selection) -> OutboxDelivery | None:
         """Return a delivery of rows; None, if some cannot be sent now: expired ones, and the units
@@ -265,61 +390,66 @@ class OutboxSource:
     def _blocked(self, rows: Sequence[WaitingRow]) -> dict[str | int, int]:
         """Return the units that have rows of held keys, and until when they wait."""
         return {
-            row.group: self._held[row.orders_by]
+            row.group: self._held.keys[row.orders_by]
             for row in rows
-            if row.orders_by is not None and row.orders_by in self._held
+            if row.orders_by is not None and row.orders_by in self._held.keys
         }
 
     async def _release(self) -> None:
         """Let held rows be sent whose time has come."""
         # A look first: an idle relay takes no lock and writes nothing.
         if await self._thread.read(self._rows.due):
-            await self._change(self._rows.release)
-            self._held = await self._thread.read(self._rows.held)
+            try:
+                await self._change(self._rows.release)
+            except RowsLocked as error:
+                self._failed(error)
+                log.warning("held rows are not released", error=str(error))
+            self._held, self._search_s = await self._thread.read(self._rows.held), 0.0
+        await self._reorder()
+        await self._mark_locked()
 
     async def fetch(self, positions: Sequence[int]) -> list[FullRow]:
         """Return rows with their messages."""
         return await self._thread.read(lambda: self._rows.fetch(positions))
 
-    def messages(self, rows: Sequence[FullRow]) -> list[Message]:
-        """Return the messages of rows.
-
-        Raises:
-            MessagesRefused: another program has written what no message can be.
-        """
+    def messages(self, rows: Sequence[FullRow]) -> tuple[list[Message], list[Refusal]]:
+        """Return the messages of rows, and which are none: another program has written what no
+        message can be."""
         messages, refusals = [], []
         for row in rows:
-            own: tuple[Header, ...] = (self._installation, (ID_HEADER, row.id.encode()))
             try:
-                message = message_of(row, own)
+                message = message_of(row, (self._installation, (ID_HEADER, row.id.encode())))
             except (TypeError, ValueError, BadRequest) as error:
-                message = Message(str(row.topic), headers=own)
+                message = Message(str(readable(row.topic)))
                 refusals.append(Refusal(message, f"the row holds no message: {error}"))
             messages.append(message)
-        if refusals:
-            raise MessagesRefused(refusals)
-        return messages
+        return messages, refusals
 
     async def delivered(self, delivery: Delivery) -> None:
         """Mark the rows; see `Source.delivered`."""
         assert isinstance(delivery, OutboxDelivery)
         for page in delivery.pages:
-            await self._thread.transaction(partial(self._rows.mark, page.positions()))
+            try:
+                await self._thread.attempt(partial(self._rows.mark, page.positions()))
+            except RowsLocked as error:
+                self._locked(page, error)
 
     async def refused(self, delivery: Delivery, refusals: Sequence[Refusal]) -> None:
         """Let refused rows wait, and the others of their units; see `Source.refused`."""
         assert isinstance(delivery, OutboxDelivery)
-        pauses_ms = [round(pause_s * 1000) for pause_s in self._retries.pauses_s]
-        for retries_max, lasting in ((1, True), (self._retries.max, False)):
-            some = sorted((each for each in refusals if each.lasting == lasting), key=_cause_of)
-            refused = [
-                Refused([_id_of(each.message) for each in group], cause)
-                for cause, group in groupby(some, _cause_of)
-            ]
-            if refused:
-                await self._change(
-                    partial(self._rows.refuse, refused, delivery.positions, retries_max, pauses_ms)
-                )
+        by_cause = groupby(sorted(refusals, key=_cause_of), _cause_of)
+        limits = {
+            Remedy.WAITING.value: None,
+            Remedy.RETRIES.value: self._retries.max,
+            Remedy.NONE.value: 1,
+        }
+        refused = [
+            Refused(delivery.positions_of(group), cause, limits[remedy])
+            for (cause, remedy), group in by_cause
+        ]
+        # Of many rows at most a thousand a second: the others must not wait for them.
+        pauses_ms = [max(round(s * 1000), self._held.rows) for s in self._retries.pauses_s]
+        await self._change(lambda: self._rows.refuse(refused, delivery.positions, pauses_ms))
         self._held = await self._thread.read(self._rows.held)
 
     async def close(self) -> None:
@@ -342,7 +472,13 @@ def message_of(row: FullRow, first: tuple[Header, ...] = ()) -> Message:
     """
     at_ms = row.created_at if row.timestamp_ms is None else row.timestamp_ms
     headers = (*first, *_headers(row.headers))
-    return Message(row.topic, row.message_key, row.message_value, headers, row.partition_id, at_ms)
+    message = Message(
+        row.topic, row.message_key, row.message_value, headers, row.partition_id, at_ms
+    )
+    check_message(message)
+    if row.order_key is not None:
+        row.order_key.encode()
+    return message
 
 
 def decode_position(position: bytes) -> OutboxPosition:
@@ -395,9 +531,10 @@ def _headers(text: str) -> tuple[Header, ...]:
     return () if text == "[]" else headers_from_json(msgspec.json.decode(text))
 
 
-def _id_of(message: Message) -> str:
-    return (message.headers[1][1] or b"").decode()
+def _line(id: str) -> bytes:
+    """Return the id of a row for a digest."""
+    return f"{id}\n".encode(errors="surrogateescape")
 
 
-def _cause_of(refusal: Refusal) -> str:
-    return refusal.cause
+def _cause_of(refusal: Refusal) -> tuple[str, str]:
+    return refusal.cause, refusal.remedy.value

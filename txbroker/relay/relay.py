@@ -39,8 +39,8 @@ class RelayOptions(TypedDict, total=False):
     check_interval_s: float
     """Between checks of a row, seconds; 30 by default. After 15 checks it is a MESSAGE_ERROR."""
     retries_max: int
-    """How often Kafka may refuse a row before it is a MESSAGE_ERROR. 10 by default: about five
-    minutes."""
+    """How often Kafka may refuse a message before its row is a MESSAGE_ERROR. 10 by default: about
+    four minutes. A row whose topic is missing or may not be written waits without a limit."""
     keep_s: float
     """How long finished rows are kept, seconds; a day by default. They are deleted in small
     batches. 0: a delivered row is deleted at once, at less cost than its new state."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
-_UPKEEP_S = 5.0
+_UPKEEP_S, _PURGE_S = 5.0, 60.0
 _START_S = 3.0
 """How long a start waits for the first leases."""
 _DRAIN_PAUSE_S, _DRAIN_PAUSE_MAX_S = 0.005, 0.1
@@ -227,13 +228,18 @@ class RunningRelay:
         Args:
             thread: another one than that of the leases, which must not wait.
         """
-        rows = WaitingRows(self._database.dialect)
+        rows, now_s = WaitingRows(self._database.dialect), asyncio.get_running_loop().time
+        purged, begun_s = 0, now_s()
         while True:
             try:
                 self._figures.rows = await thread.read(rows.counts)
-                while 0 in self._shards.owned:
-                    if not await thread.read(lambda: rows.purge(self._settings.keep_s)):
-                        break
+                if now_s() - begun_s > _PURGE_S:  # rows below may have been finished since
+                    purged, begun_s = 0, now_s()
+                last: int | None = purged
+                while last is not None and 0 in self._shards.owned:
+                    purged = last
+                    steps = partial(rows.purge, self._settings.keep_s, purged)
+                    last = (await thread.transaction(steps)).last
             except DatabaseUnavailable as error:
                 log.warning("outbox not looked after", error=safe_repr(error))
             await asyncio.sleep(_UPKEEP_S)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
-from txbroker.databases.database import Database, steps_in_transaction
+from txbroker.databases.database import Database, DatabaseUnavailable, steps_in_transaction
+from txbroker.databases.dialect import Fault
 from txbroker.databases.sessions import PlainSession, SessionThreads, while_busy
-from txbroker.databases.steps import Steps, run
+from txbroker.databases.steps import Query, Steps, run
 from txbroker.databases.tables import TableSet
 from txbroker.errors import ConfigurationError
 
 T = TypeVar("T")
+_LOCK_WAIT_S = 0.2
+"""MariaDB counts seconds: it does not wait."""
+
+
+class RowsLocked(DatabaseUnavailable):
+    """Another transaction holds rows that a relay changes: try again."""
 
 
 class DatabaseThread:
@@ -33,7 +41,7 @@ class DatabaseThread:
         self._database = database
         self.dialect = database.dialect
         self._tables = tables
-        self._thread = SessionThreads(database.open, "txbroker-relay")
+        self._thread = SessionThreads(lambda: database.open_own(_LOCK_WAIT_S), "txbroker-relay")
         self.close = self._thread.close
 
     async def transaction(self, steps: Callable[[], Steps[T]]) -> T:
@@ -44,6 +52,21 @@ class DatabaseThread:
             ConfigurationError: a table or a right is missing.
         """
         return await self.use(lambda session: steps_in_transaction(steps(), session))
+
+    async def attempt(self, steps: Callable[[], Steps[T]]) -> T:
+        """Execute steps in one transaction, once.
+
+        Raises:
+            RowsLocked: others are in its way.
+            DatabaseUnavailable, ConfigurationError: see `transaction`.
+        """
+        with self._database.explained(tables=self._tables):
+            try:
+                return await self._thread.call(lambda s: steps_in_transaction(steps(), s))
+            except Exception as error:
+                if self.dialect.fault(error) is not Fault.BUSY:
+                    raise
+                raise RowsLocked(await self._locked()) from error
 
     async def read(self, steps: Callable[[], Steps[T]]) -> T:
         """Execute steps that only read, each statement alone. Errors as of `transaction`."""
@@ -56,4 +79,22 @@ class DatabaseThread:
         A cancelled call that has begun goes on alone; later ones wait for it.
         """
         with self._database.explained(tables=self._tables):
-            return await while_busy(self.dialect, lambda: self._thread.call(function))
+            try:
+                return await while_busy(self.dialect, lambda: self._thread.call(function))
+            except Exception as error:
+                if self.dialect.fault(error) is not Fault.BUSY:
+                    raise
+                raise RowsLocked(await self._locked()) from error
+
+    async def _locked(self) -> str:
+        """Return who holds rows, as a sentence with the next step."""
+        found = "another transaction"
+        if self.dialect.holders:
+            names = ", ".join(f"'{name}'" for name in self._tables.names)
+            query = Query(self.dialect.holders.format(tables=names))
+            with contextlib.suppress(Exception):  # the right to see others is missing
+                rows = await self._thread.call(lambda session: session.execute(query).rows)
+                found = f"probably {rows[0][0]}" if rows else found
+        return (
+            f"{self._database.name}: rows of {self._tables.names[0]} are locked by {found}: end it"
+        )

@@ -81,5 +81,6 @@ class ShardPumps:
             wakeups(thread, database),
             Retries(settings.retries_max),
             lambda: self._leases.owned(shard),
+            self._events.failed,
         )
         return RelaySink(self._door, writer, settings.topic_prefix), source

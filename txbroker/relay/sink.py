@@ -8,7 +8,7 @@ from itertools import count as counting
 from txbroker.core.records import Message
 from txbroker.door.consuming import ConsumingDoor, CopyRefused
 from txbroker.door.delivering import DeliveryWriter
-from txbroker.door.placing import MessagesRefused, Placing, Refusal
+from txbroker.door.placing import MessagesRefused, Placing, Refusal, Remedy
 from txbroker.errors import TxbrokerError
 
 _KAFKAS_TIME = -1
@@ -72,5 +72,6 @@ class RelaySink:
     def _refused(self, error: CopyRefused) -> TxbrokerError:
         found = [self._written.get(id(copy.record)) for copy in error.copies]
         self._written.clear()
-        refusals = [Refusal(message, str(error)) for message in found if message is not None]
+        remedy = Remedy.WAITING if error.passing else Remedy.RETRIES
+        refusals = [Refusal(message, str(error), remedy) for message in found if message]
         return MessagesRefused(refusals) if refusals else error

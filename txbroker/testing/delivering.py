@@ -138,7 +138,8 @@ class MemoryDeliveryWriter(DeliveryWriter):
                 self._kafka.write(copy.topic, copy.partition, [copy.record], transaction)
             except RecordRefused as error:
                 self._kafka.end(transaction, committed=False)
-                raise CopyRefused(error.cause.message, [copy]) from None
+                message, passing = error.cause.message, error.of_topic
+                raise CopyRefused(message, [copy], passing=passing) from None
 
     def _open(self) -> KafkaTransaction:
         """Return the open transaction, a new one if there is none."""

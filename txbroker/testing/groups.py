@@ -341,8 +341,12 @@ def store_copies(
             try:
                 kafka.write(copy.topic, copy.partition, [copy.record], transaction)
             except RecordRefused as error:
-                too_large = error.cause.code == "too_large"
-                raise CopyRefused(error.cause.message, [copy], too_large=too_large) from None
+                raise CopyRefused(
+                    error.cause.message,
+                    [copy],
+                    too_large=error.cause.code == "too_large",
+                    passing=error.of_topic,
+                ) from None
             written.add((copy.topic, copy.partition))
         kafka.finish(transaction, lost)
     finally:

@@ -80,7 +80,8 @@ class Leases:
         found = yield Query(
             # A clock that was set back would keep a lease for as long.
             f"SELECT shard FROM {RELAY} "
-            f"WHERE NOT lease_until - {now_ms} BETWEEN 1 AND {_LONGEST_MS} "
+            # Without NOT, which MariaDB's HIGH_NOT_PRECEDENCE applies to the first term alone.
+            f"WHERE (lease_until <= {now_ms} OR lease_until > {now_ms} + {_LONGEST_MS}) "
             f"ORDER BY shard LIMIT {count}{self._skip}"
         )
         taken = [int(row[0]) for row in found.rows]

@@ -10,7 +10,7 @@ import msgspec
 from txbroker.contract.json import MessageError, headers_from_json, message_to_json
 from txbroker.core.records import Message
 from txbroker.databases.dialect import Dialect
-from txbroker.databases.outbox.rows import UNDECIDED, check_topic
+from txbroker.databases.outbox.rows import UNDECIDED, check_message
 from txbroker.databases.outbox.table import (
     COLUMNS,
     LOCAL_COMMIT,
@@ -117,8 +117,7 @@ def problem_of(row: Mapping[str, Any]) -> str:
         if not isinstance(row[name], int) or row[name] < 0:
             return f"{name} {row[name]!r} is no whole number from 0: correct it"
     try:
-        check_topic(row["topic"])
-        to_message(row)
+        check_message(to_message(row))
     except (BadRequest, MessageError, TypeError, ValueError) as error:
         return f"no message: {error}"
     return ""
@@ -131,6 +130,9 @@ def to_message(row: Mapping[str, Any]) -> Message:
         ValueError, TypeError: another program has written what no message can be.
     """
     text = row.get("headers", "[]")
+    for name in ("id", "topic", "order_key"):
+        if isinstance(row[name], str):
+            row[name].encode()
     return Message(
         row["topic"],
         _bytes(row["message_key"]),
@@ -148,19 +150,28 @@ def _bytes(value: Any) -> Any:
 
 def shown(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row as JSON data, with its message as in the HTTP API, and `problem`."""
-    data = {name: value for name, value in row.items() if name not in _OF_MESSAGE}
+    data = {name: readable(value) for name, value in row.items() if name not in _OF_MESSAGE}
     try:
         message = message_to_json(to_message(row))
     except (MessageError, TypeError, ValueError):
-        message = {"topic": row["topic"], "headers": row.get("headers")}
+        message = {"topic": readable(row["topic"]), "headers": readable(row.get("headers"))}
         for name in ("message_key", "message_value"):
             value = _bytes(row.get(name))
             if value is not None:
-                message[name.removeprefix("message_")] = str(value)
+                message[name.removeprefix("message_")] = readable(str(value))
     if "message_value" not in row:
         message.pop("value", None)
         message.pop("headers", None)
     return {**data, **message, "problem": problem_of(row)}
+
+
+def readable(value: Any) -> Any:
+    """Return a value of a row as JSON can hold it: bytes that are no UTF-8 as escapes."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return str(bytes(value))
+    if not isinstance(value, str):
+        return value
+    return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 _OF_MESSAGE = frozenset(

@@ -113,7 +113,7 @@ def _check(message: Message, number: int) -> None:
     """Raise BadRequest if a message cannot be delivered."""
     if not isinstance(message, Message):
         raise BadRequest(f"messages[{number}] is a Message of txbroker.relay, not {message!r:.100}")
-    check_topic(message.topic)
+    check_message(message, f"messages[{number}]: ")
     size = len(message.key or b"") + len(message.value or b"")
     if message.headers:
         size += sum(len(name) + len(value or b"") for name, value in message.headers)
@@ -122,19 +122,25 @@ def _check(message: Message, number: int) -> None:
             f"messages[{number}] has {size:,} bytes, more than {MESSAGE_BYTES_MAX:,}: store the "
             "content elsewhere and send a reference to it"
         )
+
+
+def check_message(message: Message, where: str = "") -> None:
+    """Raise BadRequest if Kafka has no such topic, or its records no such value.
+
+    Args:
+        where: begins the error.
+    """
+    check_topic(message.topic)
     for name, value, largest in (
         ("partition", message.partition, TARGET_PARTITION_MAX),
         ("timestamp_ms", message.timestamp_ms, TIMESTAMP_MS_MAX),
     ):
         if value is not None and not 0 <= value <= largest:
-            raise BadRequest(
-                f"messages[{number}]: {name} is between 0 and {largest}, not {value}: correct it"
-            )
+            raise BadRequest(f"{where}{name} is between 0 and {largest}, not {value}: correct it")
     for header, _ in message.headers:
         if not _is_utf8(header):
             raise BadRequest(
-                f"messages[{number}]: the header name {header!r} cannot be written as UTF-8: "
-                "correct it"
+                f"{where}the header name {header!r} cannot be written as UTF-8: correct it"
             )
 
 

@@ -16,6 +16,7 @@ from txbroker.databases.outbox.rows import Prepared, decide, siblings
 from txbroker.databases.outbox.table import OUTBOX, UNKNOWN
 from txbroker.databases.outbox.waiting import FullRow
 from txbroker.databases.steps import Query, Steps
+from txbroker.databases.tables import is_key
 from txbroker.errors import BadRequest
 
 CHECKS_MAX = 15
@@ -46,13 +47,24 @@ class UndecidedRows:
         """Return the first ids of prepared messages whose check is due, at most `count`."""
         now_ms = self._dialect.now_ms
         found = yield Query(
-            f"SELECT id FROM {OUTBOX} WHERE position IN (SELECT first FROM (SELECT "
+            f"SELECT id, position FROM {OUTBOX} WHERE position IN (SELECT first FROM (SELECT "
             f"MIN(position) AS first FROM {OUTBOX} WHERE {_OF_ONE} AND next_at <= {now_ms} "
             f"AND created_at <= {now_ms} - {self._after_ms} "
             f"GROUP BY CASE WHEN unit = '' THEN id ELSE unit END ORDER BY 1 LIMIT {count}) AS due) "
             "ORDER BY position"
         )
-        return [str(row[0]) for row in found.rows]
+        ids: list[str] = []
+        for id, position in found.rows:
+            if is_key(str(id)):
+                ids.append(str(id))
+                continue
+            # Nobody can be asked about it. With an attempt, it is still undecided.
+            yield Query(
+                f"UPDATE {OUTBOX} SET state = 'MESSAGE_ERROR', check_attempts = 1, cause = ? "
+                f"WHERE position = ? AND {_OF_ONE}",
+                ("undecided: its id is not 1 to 255 ASCII characters", position),
+            )
+        return ids
 
     def attempt(self, id: str) -> Steps[Attempt | None]:
         """Store an attempt, and return it; None: the rows are decided, given up now, or no longer

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from txbroker.databases.dialect import MARIADB, SQLITE, Dialect
-from txbroker.databases.outbox.table import OUTBOX
+from txbroker.databases.dialect import MARIADB, POSTGRESQL, SQLITE, Dialect
+from txbroker.databases.outbox.operations import readable
+from txbroker.databases.outbox.table import MAYBE_UNDECIDED, OUTBOX, SEQUENCE
 from txbroker.databases.steps import Query, Steps
 
 _PIECE = 2000
@@ -31,6 +32,12 @@ _UNFINISHED = (
     ("UNKNOWN", "state = 'UNKNOWN'"),
     ("MESSAGE_ERROR", "state = 'MESSAGE_ERROR'"),
 )
+_BEHIND = "an earlier row of its order or unit waits"
+"""The cause of a row that Kafka has not refused."""
+_NEXT_UNIT = "lpad(CAST(pg_snapshot_xmax(pg_current_snapshot()) AS text), 20, '0')"
+"""Above the units of all transactions that this PostgreSQL cluster has begun."""
+_OLDEST_UNIT = "lpad(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS text), 20, '0')"
+"""The unit of the oldest transaction that has not ended."""
 _ROWS_OVERHEAD = 200
 """Bytes of a row beside key, value and headers."""
 
@@ -86,13 +93,42 @@ class FullRow(NamedTuple):
     partition_id: int | None
     timestamp_ms: int | None
     created_at: int
+    order_key: str | None
 
 
 class Refused(Struct, frozen=True):
-    """Rows that Kafka refused for one reason."""
+    """Rows that Kafka refused for one reason.
 
-    ids: Sequence[str]
+    Attributes:
+        retries_max: they are given up with this refusal; None: never, as waiting can help.
+    """
+
+    positions: Sequence[int]
     cause: str
+    retries_max: int | None
+
+
+class Held(NamedTuple):
+    """Rows that are not sent now: Kafka refused them, or earlier ones of their order or unit.
+
+    Attributes:
+        keys: until when they are held, milliseconds since 1970, by order key.
+        rows: how many.
+    """
+
+    keys: Mapping[str | bytes, int]
+    rows: int
+
+
+class Purged(NamedTuple):
+    """Deleted rows.
+
+    Attributes:
+        last: up to which position rows were finished before; None: there were no more.
+    """
+
+    count: int
+    last: int | None
 
 
 class WaitingRows:
@@ -108,10 +144,65 @@ class WaitingRows:
         self._keep = keep
         self._of_shards = f" AND shard IN ({', '.join(map(str, shards))})" if shards else ""
 
+    # --- restored tables -----------------------------------------------------------------------
+
+    def drawn(self) -> Steps[tuple[int, int | None]]:
+        """Return the position of the newest row, 0 without one, and the last position that was
+        drawn; None: the database does not tell this user."""
+        newest = yield Query(f"SELECT MAX(position) FROM {OUTBOX}")
+        # Read later: it includes every row that the first statement has seen.
+        drawn = yield Query(self._dialect.drawn.format(table=OUTBOX, sequence=SEQUENCE))
+        last = drawn.rows[0][0]
+        return int(newest.rows[0][0] or 0), None if last is None else int(last)
+
+    def set_drawn(self, position: int) -> str:
+        """Return SQL that lets the next position be above one; "": no database needs it."""
+        dialect = self._dialect
+        return dialect.set_drawn.format(table=OUTBOX, sequence=SEQUENCE, position=position)
+
+    def has_foreign(self) -> Steps[bool]:
+        """Return whether units are those of another PostgreSQL cluster, which would come after all
+        new ones: the table was restored, replicated or copied from there."""
+        if self._dialect is not POSTGRESQL:  # elsewhere the sequence comes with the table
+            return False
+        foreign = f"unit >= {_NEXT_UNIT} AND unit < ':'"
+        looks = (
+            f"EXISTS (SELECT 1 FROM {OUTBOX} WHERE {each} AND {foreign})"
+            for each in (f"{_READY}{self._of_shards}", MAYBE_UNDECIDED)
+        )
+        return bool((yield Query(f"SELECT {' OR '.join(looks)}")).rows[0][0])
+
+    def reorder(self) -> Steps[int]:
+        """Put the rows that wait before all new ones, in the order of their positions; return their
+        number. No unit is split."""
+        count = 0
+        # Of undecided rows all at once: they are decided together in all shards.
+        for condition in (f"state = 'LOCAL_COMMIT'{self._of_shards}", MAYBE_UNDECIDED):
+            changed = yield Query(
+                f"UPDATE {OUTBOX} AS kept SET unit = '!' || lpad(CAST(begin AS text), 20, '0') "
+                f"FROM (SELECT unit AS of_unit, MIN(position) AS begin FROM {OUTBOX} "
+                f"WHERE {condition} GROUP BY unit) AS units "
+                f"WHERE unit = of_unit AND {condition} AND left(unit, 1) BETWEEN '0' AND '9'"
+            )
+            count += changed.count
+        return count
+
     # --- rows to be sent -----------------------------------------------------------------------
 
-    def select(self, count: int) -> Steps[Selection]:
+    def floor(self) -> Steps[str]:
+        """Return a unit below which no row can appear any more, except one that was held or given
+        up; "": the database does not tell."""
+        if self._dialect is not POSTGRESQL:
+            return ""
+        return str((yield Query(f"SELECT {_OLDEST_UNIT}")).rows[0][0])
+
+    def select(self, count: int, visible: Sequence[int] = (), floor: str = "") -> Steps[Selection]:
         """Return the first rows to be sent by position, at most `count`.
+
+        Args:
+            visible: positions of rows that were sent, and cannot be marked yet.
+            floor: a unit below which there are none. A search from the beginning reads all rows
+                that were sent since the oldest snapshot in use.
 
         A unit that may continue after them is left out; but if it is the first one, its rows are
         all that is returned.
@@ -119,7 +210,13 @@ class WaitingRows:
         # In the order in which transactions began to write: it fits that of keys, and has the rows
         # of a unit beside each other. On SQLite, with one writer at a time, that of positions.
         order = "position" if self._dialect is SQLITE else "unit, position"
-        found = yield Query(self._select(f"ORDER BY {order} LIMIT {count}"))
+        without, values = "", tuple[str, ...]()
+        if floor:
+            without, values = "AND unit >= ? ", (floor,)
+        if visible:
+            without += f"AND position NOT IN (SELECT n FROM {self._dialect.numbers}) "
+            values += (json.dumps(list(visible)),)
+        found = yield Query(self._select(f"{without}ORDER BY {order} LIMIT {count}"), values)
         rows = [_waiting(row) for row in found.rows]
         last = rows[-1].unit if len(rows) == count else ""
         if not last:
@@ -162,7 +259,13 @@ class WaitingRows:
     def mark(self, positions: Iterable[int]) -> Steps[int]:
         """Note that rows are visible, or delete them if they are not kept; return how many were not
         marked before."""
-        change = "state = 'GLOBAL_COMMIT'" if self._keep else ""
+        # Its last refusal is no longer true; the reason of an operator or a check stays.
+        of_refusal = f"retries > 0 OR cause = '{_BEHIND}'"
+        change = (
+            f"state = 'GLOBAL_COMMIT', cause = CASE WHEN {of_refusal} THEN '' ELSE cause END"
+            if self._keep
+            else ""
+        )
         return (yield from self._set(change, "state = 'LOCAL_COMMIT'", positions))
 
     def ids_waiting(self, positions: Iterable[int]) -> Steps[list[tuple[int, str]]]:
@@ -188,17 +291,18 @@ class WaitingRows:
 
     def hold(self, positions: Iterable[int], until_ms: int) -> Steps[int]:
         """Send rows not before a time, milliseconds since 1970."""
-        return (yield from self._set(f"next_at = {until_ms}", _READY, positions))
+        why = f"cause = CASE WHEN cause = '' THEN '{_BEHIND}' ELSE cause END"
+        change = f"next_at = {until_ms}, {why}"
+        return (yield from self._set(change, _READY, positions))
 
     def refuse(
         self,
         refused: Sequence[Refused],
         positions: Iterable[int],
-        retries_max: int,
         pauses_ms: Sequence[int],
     ) -> Steps[None]:
         """Note refusals: each row is sent again after a pause, together with the others of its
-        unit, or given up after `retries_max`.
+        unit, or is given up.
 
         Args:
             positions: of the delivery, with all rows of its units.
@@ -209,12 +313,16 @@ class WaitingRows:
             f"WHEN {retries} THEN {pause_ms} " for retries, pause_ms in enumerate(pauses_ms[:-1])
         )
         pause = f"CASE retries {steps}ELSE {pauses_ms[-1]} END"
-        last = f"(retries + 1 >= {retries_max} OR COALESCE(timeout_at <= {now_ms}, FALSE))"
+        late = f"COALESCE(timeout_at <= {now_ms}, FALSE)"
         units, latest_ms = set[str](), 0
         for each in refused:
-            for begin in range(0, len(each.ids), _UNITS):
-                some = each.ids[begin : begin + _UNITS]
-                of_rows = f"WHERE id IN ({', '.join('?' * len(some))}) AND state = 'LOCAL_COMMIT'"
+            last = late
+            if each.retries_max is not None:
+                last = f"({late} OR retries + 1 >= {each.retries_max})"
+            for begin in range(0, len(each.positions), _UNITS):
+                some = each.positions[begin : begin + _UNITS]
+                marks = ", ".join("?" * len(some))
+                of_rows = f"WHERE position IN ({marks}) AND state = 'LOCAL_COMMIT'"
                 # The last assignment first: MariaDB reads what an earlier one has set.
                 yield Query(
                     f"UPDATE {OUTBOX} SET "
@@ -251,28 +359,33 @@ class WaitingRows:
 
     @property
     def _due(self) -> str:
-        return f"{_LATER} AND next_at <= {self._dialect.now_ms}{self._of_shards}"
+        due = f"next_at <= {self._dialect.now_ms}"
+        if self._dialect is SQLITE:  # whose texts are above all numbers
+            due = f"({due} OR next_at >= '')"
+        return f"{_LATER} AND {due}{self._of_shards}"
 
-    def held(self) -> Steps[dict[str | bytes, int]]:
-        """Return the order keys of held rows, and until when they are."""
+    def held(self) -> Steps[Held]:
+        """Return the rows that are held."""
         found = yield Query(
-            f"SELECT order_key, message_key, MAX(next_at) FROM {OUTBOX} "
+            f"SELECT order_key, message_key, MAX(next_at), COUNT(*) FROM {OUTBOX} "
             f"WHERE {_LATER}{self._of_shards} "
             "GROUP BY order_key, message_key"
         )
         keys: dict[str | bytes, int] = {}
-        for order_key, message_key, until_ms in found.rows:
+        for order_key, message_key, until_ms, _count in found.rows:
             key = message_key if order_key is None else order_key
             if key is not None:
-                keys[key] = max(keys.get(key, 0), int(until_ms))
-        return keys
+                until_ms = until_ms if isinstance(until_ms, int) else 0  # another program's text
+                keys[key] = max(keys.get(key, 0), until_ms)
+        return Held(keys, sum(int(row[3]) for row in found.rows))
 
     def _set(self, change: str, condition: str, positions: Iterable[int]) -> Steps[int]:
         """Change rows by position, or delete them if there is no change."""
         dialect, count = self._dialect, 0
         change = change and f" SET {change}, changed_at = {dialect.now_ms}"
         if dialect is MARIADB:  # a subquery here would be executed for each row of the table
-            tables = f"{dialect.numbers} CROSS JOIN {OUTBOX} AS kept"
+            # A scan, which it takes for small tables, would lock other rows.
+            tables = f"{dialect.numbers} STRAIGHT_JOIN {OUTBOX} AS kept FORCE INDEX (PRIMARY)"
             sql = f"UPDATE {tables}{change}" if change else f"DELETE kept FROM {tables}"
             among = "kept.position = numbers.n"
         else:
@@ -283,28 +396,41 @@ class WaitingRows:
             count += (yield Query(sql, (json.dumps(piece),))).count
         return count
 
-    def purge(self, keep_s: float) -> Steps[int]:
-        """Delete some rows that were finished before, the oldest first; return their number, 0 if
-        there are no more."""
+    def purge(self, keep_s: float, after: int = 0) -> Steps[Purged]:
+        """Delete some rows that were finished before, the oldest first, without those that others
+        have locked.
+
+        Args:
+            after: a position. While a transaction keeps its snapshot, deleted rows are read again.
+        """
         done = "state IN ('GLOBAL_COMMIT', 'LOCAL_ROLLBACK')"
         # Young ones are at the end: without them in the condition, few rows are read.
         found = yield Query(
             f"SELECT position, changed_at <= {self._dialect.now_ms} - ? FROM {OUTBOX} "
-            f"WHERE {done} ORDER BY position LIMIT {_UNITS}",
+            f"WHERE {done} AND position > {after} ORDER BY position LIMIT {_UNITS}",
             (round(keep_s * 1000),),
         )
-        positions = [row[0] for row in found.rows if row[1]]
+        positions = [int(row[0]) for row in found.rows if row[1]]
+        last = positions[-1] if positions else None
+        if positions and self._dialect is not SQLITE:
+            marks = ", ".join("?" * len(positions))
+            locked = yield Query(
+                f"SELECT position FROM {OUTBOX} WHERE position IN ({marks}) FOR UPDATE SKIP LOCKED",
+                positions,
+            )
+            positions = [int(row[0]) for row in locked.rows]
         if not positions:
-            return 0
+            return Purged(0, last)
         marks = ", ".join("?" * len(positions))
         sql = f"DELETE FROM {OUTBOX} WHERE position IN ({marks}) AND {done}"
-        return (yield Query(sql, positions)).count
+        return Purged((yield Query(sql, positions)).count, last)
 
     def purge_all(self, keep_s: float) -> Steps[int]:
         """Delete all rows that were finished before, each statement committed; return their
         number."""
-        count = 0
-        while some := (yield from self.purge(keep_s)):
+        count, last = 0, 0
+        while last is not None:
+            some, last = yield from self.purge(keep_s, last)
             count += some
         return count
 
@@ -336,12 +462,12 @@ class WaitingRows:
             f"SELECT topic, cause FROM {OUTBOX} WHERE state = 'LOCAL_COMMIT' AND retries > 0 "
             f"AND cause <> '' GROUP BY topic, cause LIMIT {count}"
         )
-        return [(str(topic), str(cause)) for topic, cause in found.rows]
+        return [(readable(topic), readable(cause)) for topic, cause in found.rows]
 
 
 def _waiting(row: Sequence[Any]) -> WaitingRow:
     position, unit, order_key, key, size, expired = row
-    size = int(size) + len(key or b"") + _ROWS_OVERHEAD
+    size = int(size) + (0 if key is None else len(key)) + _ROWS_OVERHEAD
     return WaitingRow(int(position), unit, order_key, key, size, bool(expired))
 
 

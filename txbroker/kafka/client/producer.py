@@ -121,6 +121,8 @@ class Producer:
         """The producer id, -1 before `start`."""
         self.epoch = -1
         """The epoch of the open or next transaction, -1 before `start`."""
+        self.transaction_timeout_s = self._settings.transaction_timeout_s
+        """How long a transaction may take; after `start` perhaps less, as the brokers allow."""
         self._sequences: dict[Partition, int] = {}
         self._added: set[Partition] = set()
         self._ended_s = float("-inf")
@@ -170,8 +172,8 @@ class Producer:
                 raise KafkaRefused(code, f"cannot describe the transaction: {describe(code)}")
 
     async def _init_producer_id(self, backoff: Backoff, current: ProducerIdentity) -> None:
-        timeout_ms = round(self._settings.transaction_timeout_s * 1000)
         while True:
+            timeout_ms = round(self.transaction_timeout_s * 1000)
             try:
                 if current == NO_PRODUCER:
                     await self._negotiate()
@@ -189,6 +191,17 @@ class Producer:
             if answer.error_code == Code.NONE:
                 self._adopt((answer.producer_id, answer.producer_epoch))
                 return
+            least_s = 2 * self._settings.request_timeout_s
+            if answer.error_code == Code.INVALID_TRANSACTION_TIMEOUT:
+                # The brokers' `transaction.max.timeout.ms`, which a client may not read, is lower.
+                if self.transaction_timeout_s > least_s:
+                    self.transaction_timeout_s = max(least_s, self.transaction_timeout_s / 2)
+                    continue
+                raise KafkaRefused(
+                    answer.error_code,
+                    f"the brokers allow no transaction of {self.transaction_timeout_s:g} s: raise "
+                    "their transaction.max.timeout.ms",
+                )
             if answer.error_code not in RETRIABLE or not await backoff.pause():
                 raise KafkaRefused(
                     answer.error_code, f"cannot get a producer id: {describe(answer.error_code)}"

@@ -59,6 +59,7 @@ class KafkaDeliveryWriter(DeliveryWriter):
         """The open transaction holds records that `_pending` does not."""
         self._begun_s = 0.0
         """When the open transaction began; 0: none is open."""
+        self._longest_s = self._settings.transaction_timeout_s
         self._limits: dict[str, int] = {}
         """Sizes of batches by topic, see `Batches`."""
 
@@ -108,6 +109,7 @@ class KafkaDeliveryWriter(DeliveryWriter):
             await producer.end(commit=True, backoff=backoff)
         failpoint("relay.claimed")
         self._producer = producer
+        self._longest_s = producer.transaction_timeout_s
         return found.value if found is not None else None
 
     def _new_producer(self) -> Producer:
@@ -193,7 +195,7 @@ class KafkaDeliveryWriter(DeliveryWriter):
             if found or self._sent:
                 self._pending, self._sent = (), False
                 if found:
-                    raise CopyRefused(str(refused), found)
+                    raise CopyRefused(str(refused), found, passing=refused.passing)
                 raise KafkaUnavailable(f"{refused}: the delivery begins again, in smaller batches")
 
     async def _try(self, rounds: Sequence[Mapping[Partition, Batch]]) -> RefusedBatch | None:
@@ -222,7 +224,7 @@ class KafkaDeliveryWriter(DeliveryWriter):
         try:
             yield
         except ProducerFenced:
-            longest_s = self._settings.transaction_timeout_s
+            longest_s = self._longest_s
             if self._begun_s and time.monotonic() - self._begun_s > longest_s:
                 raise KafkaUnavailable(
                     f"{self._transactional_id}: Kafka has aborted the transaction after "

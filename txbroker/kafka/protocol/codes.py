@@ -47,6 +47,7 @@ class Code(IntEnum):
     INVALID_PRODUCER_EPOCH = 47
     INVALID_TXN_STATE = 48
     INVALID_PRODUCER_ID_MAPPING = 49
+    INVALID_TRANSACTION_TIMEOUT = 50
     CONCURRENT_TRANSACTIONS = 51
     UNSUPPORTED_FOR_MESSAGE_FORMAT = 43
     POLICY_VIOLATION = 44
@@ -141,9 +142,44 @@ SEQUENCE_LOST = frozenset(
 """The broker lost the producer's sequence: use a new producer id."""
 
 
+# Those that txbroker does not handle.
+_OTHERS = (
+    "4 invalid fetch size; 11 stale controller epoch; 21 invalid required acks; 28 invalid "
+    "commit offset size; 33 unsupported SASL mechanism; 34 illegal SASL state; 37 invalid "
+    "partitions; 38 invalid replication factor; 39 invalid replica assignment; 40 invalid "
+    "config; 42 invalid request; 52 transaction coordinator fenced; 54 security disabled; 57 "
+    "log dir not found; 58 SASL authentication failed; 60 reassignment in progress; 61 "
+    "delegation token auth disabled; 62 delegation token not found; 63 delegation token owner "
+    "mismatch; 64 delegation token request not allowed; 65 delegation token authorization "
+    "failed; 66 delegation token expired; 67 invalid principal type; 68 non empty group; 69 "
+    "group id not found; 70 fetch session id not found; 71 invalid fetch session epoch; 72 "
+    "listener not found; 73 topic deletion disabled; 76 unsupported compression type; 77 stale "
+    "broker epoch; 83 eligible leaders not available; 84 election not needed; 85 no "
+    "reassignment in progress; 86 group subscribed to topic; 91 resource not found; 92 "
+    "duplicate resource; 93 unacceptable credential; 94 inconsistent voter set; 95 invalid "
+    "update version; 96 feature update failed; 97 principal deserialization failure; 98 "
+    "snapshot not found; 99 position out of range; 100 unknown topic id; 101 duplicate broker "
+    "registration; 102 broker id not registered; 103 inconsistent topic id; 104 inconsistent "
+    "cluster id; 105 transactional id not found; 106 fetch session topic id error; 107 "
+    "ineligible replica; 108 new leader elected; 109 offset moved to tiered storage; 110 fenced "
+    "member epoch; 111 unreleased instance id; 112 unsupported assignor; 113 stale member "
+    "epoch; 114 mismatched endpoint type; 115 unsupported endpoint type; 116 unknown controller "
+    "id; 117 unknown subscription id; 118 telemetry too large; 119 invalid registration; 121 "
+    "invalid record state; 122 share session not found; 123 invalid share session epoch; 124 "
+    "fenced state epoch; 125 invalid voter key; 126 duplicate voter; 127 voter not found; 128 "
+    "invalid regular expression; 129 rebootstrap required; 130 streams invalid topology; 131 "
+    "streams invalid topology epoch; 132 streams topology fenced; 133 share session limit "
+    "reached "
+)
+_NAMES = {
+    int(number): name
+    for number, _, name in (each.strip().partition(" ") for each in _OTHERS.split(";"))
+}
+
+
 def describe(code: int) -> str:
     """Return an error code in words."""
     try:
         return Code(code).name.lower().replace("_", " ")
     except ValueError:
-        return f"error {code}"
+        return _NAMES.get(code, f"error {code}")

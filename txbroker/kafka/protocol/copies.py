@@ -41,6 +41,11 @@ class RefusedBatch(NamedTuple):
     batch: Batch
     why: Refusal
 
+    @property
+    def passing(self) -> bool:
+        """Whether waiting can help: the topic is created, or the right is granted."""
+        return self.why.code in TOPIC_REFUSED and self.why.code != Code.INVALID_TOPIC
+
     def __str__(self) -> str:
         return str(self.why)
 
