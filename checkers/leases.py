@@ -428,8 +428,10 @@ class GroupFinder:
         self._groups = groups
         self._http = http
         self._peers = peers
+        for appeared in (sessions.on_appeared, groups.on_change):
+            appeared(self._warn_of_both)
 
-    def warn_of_both(self, group: str) -> None:
+    def _warn_of_both(self, group: str) -> None:
         """Log that a group has a check URL beside instances with a check function.
 
         The URL decides for instances that died, so it must find out the truth as they do. Signed

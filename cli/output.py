@@ -27,7 +27,8 @@ Widths = dict[str, int]
 _PLAIN_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 # Plain words that a YAML version reads as another type than text.
 _WORDS = frozenset({"true", "false", "null", "yes", "no", "on", "off", "y", "n"})
-_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff\ufffe\uffff]")
+"""Characters that JSON and YAML may hold as they are, and a terminal obeys or YAML forbids."""
 _GAP = 2
 _TEXT_MIN = 12
 """The least width of free text; below it the column is left out."""
@@ -118,9 +119,14 @@ def show_rows(rows: Sequence[Row], columns: Sequence[TableColumn], output: str, 
     else:
         shown = row_lines(rows, columns, output)
         if shown.lines:
-            click.echo("\n".join(shown.lines))
+            _write(shown.lines)
         if shown.note:
             click.echo(shown.note, err=True)
+
+
+def _write(lines: Sequence[str]) -> None:
+    # Otherwise click removes colours where stdout is no terminal, also from users' data in CSV.
+    click.echo("\n".join(lines), color=True)
 
 
 def show_one(row: Row, columns: Sequence[TableColumn], output: str) -> None:
@@ -156,7 +162,11 @@ def row_lines(
         writer = csv.writer(written, lineterminator="\n")
         if titles:
             writer.writerow([column.name for column in shown])
-        writer.writerows([column.value(row) for column in shown] for row in rows)
+        for row in rows:
+            values = [column.value(row) for column in shown]
+            if sys.stdout.isatty():
+                values = [escaped(each) if isinstance(each, str) else each for each in values]
+            writer.writerow(values)
         return FittedTable(written.getvalue().rstrip("\n").split("\n") if rows or titles else [])
     fit = output == "table" and not _asked_columns()
     return table(rows, shown, sys.stdout, fit=fit, titles=titles, before=widths)
@@ -177,7 +187,7 @@ class RowStream:
             return
         titles, widths = self._titles, self._widths
         shown = row_lines(rows, self._columns, self._output, titles=titles, widths=widths)
-        click.echo("\n".join(shown.lines))
+        _write(shown.lines)
         sys.stdout.flush()
         if shown.note:
             click.echo(shown.note, err=True)
@@ -217,7 +227,12 @@ def show_data(data: Any, output: str) -> None:
 
 def json_text(data: Any, indent: int | None = None) -> str:
     """Return JSON that stdout's encoding can represent."""
-    return json.dumps(data, indent=indent, ensure_ascii=not is_utf8(sys.stdout))
+    return _escaped_json(json.dumps(data, indent=indent, ensure_ascii=not is_utf8(sys.stdout)))
+
+
+def _escaped_json(text: str) -> str:
+    """Return the same JSON with escapes in place of characters that a terminal obeys."""
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def table(
@@ -315,6 +330,14 @@ def cell(value: object) -> str:
     return printable(str(value))
 
 
+def escaped(text: str) -> str:
+    """Return text as one line that a terminal shows and does not obey."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode()
+        for char in text
+    )
+
+
 def printable(text: str) -> str:
     """Return text without characters that move a terminal's cursor or change its colours."""
     return "".join(char if char.isprintable() else "\ufffd" for char in text)
@@ -377,7 +400,7 @@ def _scalar(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     if isinstance(value, float) and "e" in text and "." not in text:
         text = text.replace("e", ".0e")  # YAML 1.1 would read 1e-05 as text
-    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    return _escaped_json(text)
 
 
 @contextmanager

@@ -227,6 +227,12 @@ class KafkaDown(RequestError):
     code, status, retryable = "kafka_unavailable", 503, True
 
 
+class HttpVersionNotSupported(RequestError):
+    """The proxy speaks HTTP/1.1 and HTTP/1.0: send the request in one of them."""
+
+    code, status = "http_version", 505
+
+
 def request_errors() -> dict[str, type[RequestError]]:
     """Return every kind of RequestError by its code."""
     kinds: list[type[RequestError]] = [RequestError, *RequestError.__subclasses__()]

@@ -14,9 +14,9 @@ from txbroker.cli.client import ApiClient, client_options
 from txbroker.cli.contexts import target_of
 from txbroker.cli.options import SectionedCommand, env_option, with_options
 from txbroker.cli.output import object_output_option, show_data
-from txbroker.cli.proxy.serving import until_signal
 from txbroker.cli.run import CommandFailed, run_async
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
+from txbroker.cli.signals import until_signal
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -16,8 +16,8 @@ from txbroker.cli.demo.comparison import OrderComparison, compare
 from txbroker.cli.demo.shop import ORDERS, PAYMENTS, Order, orders_in
 from txbroker.cli.demo.stage import DemoEnvironment, Timeline, run_kafka, set_up
 from txbroker.cli.main import SuggestingGroup
-from txbroker.cli.proxy.serving import until_signal
 from txbroker.cli.run import CommandFailed, run_async
+from txbroker.cli.signals import until_signal
 from txbroker.kafka.tools.consumers import read_back
 from txbroker.proxy.observe.logging import configure_logging
 

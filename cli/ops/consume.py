@@ -17,7 +17,7 @@ from txbroker.cli.completion import complete_topics
 from txbroker.cli.main import near
 from txbroker.cli.ops.consumers import open_door
 from txbroker.cli.options import SectionedCommand
-from txbroker.cli.output import Row, RowStream, TableColumn, clock, output_option
+from txbroker.cli.output import Row, RowStream, TableColumn, clock, escaped, output_option
 from txbroker.cli.run import CommandFailed
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 from txbroker.config.settings import Settings
@@ -35,20 +35,18 @@ _TOPIC_NAME = re.compile(r"[A-Za-z0-9._-]{1,249}")
 _ID, _SEQUENCE = "txb-id", "txb-seq"
 
 
-def escaped(content: str | bytes) -> str:
+def _line(content: str | bytes) -> str:
     """Return content as one line that a terminal shows and does not obey."""
-    text = content if isinstance(content, str) else content.decode(errors="backslashreplace")
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode()
-        for char in text
+    return escaped(
+        content if isinstance(content, str) else content.decode(errors="backslashreplace")
     )
 
 
 def _content(name: str) -> Any:
     def shown(row: Row) -> str | None:
         if f"{name}_base64" in row:
-            return escaped(base64.b64decode(row[f"{name}_base64"]))
-        return None if row.get(name) is None else escaped(row[name])
+            return _line(base64.b64decode(row[f"{name}_base64"]))
+        return None if row.get(name) is None else _line(row[name])
 
     return shown
 
@@ -58,7 +56,7 @@ def _headers(row: Row) -> str:
     for name, value in row["headers"]:
         if not name.startswith("txb-"):
             raw = base64.b64decode(value["base64"]) if isinstance(value, dict) else value or ""
-            shown.append(f"{escaped(name)}={escaped(raw)}")
+            shown.append(f"{_line(name)}={_line(raw)}")
     return ", ".join(shown)
 
 
@@ -112,7 +110,7 @@ def command(
     """
     if not _TOPIC_NAME.fullmatch(topic):
         raise click.UsageError(
-            f"{escaped(topic)!r} is no topic: use up to 249 letters, digits, dots, dashes and "
+            f"{_line(topic)!r} is no topic: use up to 249 letters, digits, dots, dashes and "
             "underscores"
         )
     settings = with_kafka(settings_from(config, options), client)

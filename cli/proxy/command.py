@@ -6,10 +6,11 @@ from typing import Any
 import click
 
 from txbroker.cli.options import SectionedCommand
-from txbroker.cli.proxy.serving import run_one, until_signal
+from txbroker.cli.proxy.serving import run_one
 from txbroker.cli.proxy.workers import run_workers
 from txbroker.cli.run import run_async
 from txbroker.cli.setting_options import setting_options, settings_from
+from txbroker.cli.signals import until_signal
 from txbroker.config.settings import Settings
 from txbroker.proxy.observe.logging import configure_logging
 

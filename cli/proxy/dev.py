@@ -13,10 +13,11 @@ from txbroker.cli.demo.sample import run_shop
 from txbroker.cli.demo.shop import ORDERS
 from txbroker.cli.options import SectionedCommand, env_option
 from txbroker.cli.proxy.instance import named
-from txbroker.cli.proxy.serving import owns_all, serve, until_signal, why_not_free
+from txbroker.cli.proxy.serving import owns_all, serve, why_not_free
 from txbroker.cli.proxy.workers import run_workers
 from txbroker.cli.run import CommandFailed, run_async
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
+from txbroker.cli.signals import until_signal
 from txbroker.config.addresses import Address
 from txbroker.config.settings import Settings
 from txbroker.embedded import DEFAULT_VERSION, BarProgress, EmbeddedKafka

@@ -22,15 +22,9 @@ from typing import Any, NoReturn
 import click
 from pydantic import SecretStr
 
-from txbroker.cli.proxy.serving import (
-    BEAT_S,
-    END_TIMEOUT_S,
-    STACKS_SIGNAL,
-    WORKER_MODULE,
-    run_one,
-    why_not_free,
-)
+from txbroker.cli.proxy.serving import STACKS_SIGNAL, WORKER_MODULE, run_one, why_not_free
 from txbroker.cli.run import CommandFailed, run
+from txbroker.cli.signals import BEAT_S, END_TIMEOUT_S
 from txbroker.config.addresses import parse_address
 from txbroker.config.settings import Settings, load_settings
 from txbroker.errors import TxbrokerError

@@ -174,7 +174,7 @@ def run_command(
 
 async def _start_outbox(capture: Capture, settings: Settings, *, take_position: bool) -> Running:
     """Start the relay of the outbox to which triggers write."""
-    from txbroker.relay.capture.running import TriggerRelay
+    from txbroker.relay.capture.triggers import TriggerRelay
 
     relay = TriggerRelay(
         capture,

@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeVar
 import click
 
 from txbroker.cli.options import with_options
-from txbroker.cli.proxy.serving import until_signal
 from txbroker.cli.run import CommandFailed, run_async
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options
+from txbroker.cli.signals import until_signal
 from txbroker.config.access import KafkaAccess
 from txbroker.config.addresses import parse_address
 from txbroker.config.settings import Settings
@@ -49,7 +49,7 @@ def running_options(function: F) -> F:
             "--take-position",
             is_flag=True,
             help="Where no record in PREFIX.relay proves to be the position of this relay, go on "
-            "from the newest one, whoever wrote it.",
+            "from the newest one of any client.",
         ),
     )(function)
 

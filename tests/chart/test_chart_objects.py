@@ -32,7 +32,8 @@ from tests.chart.chart_pods import (
 )
 from tests.chart.chart_values import EVERYTHING, SETS
 from txbroker.checkers.group_secrets import GroupSecrets
-from txbroker.cli.proxy import serving, workers
+from txbroker.cli import signals
+from txbroker.cli.proxy import workers
 from txbroker.config.settings import CONFIG_VARIABLE, ENV_PREFIX, Settings
 from txbroker.embedded.jars import REPOSITORY_SETTING
 from txbroker.errors import Forbidden
@@ -509,9 +510,9 @@ def test_without_a_token_prometheus_brings_none(render: Render) -> None:
 def test_probes_leave_time_to_replace_the_first_worker(render: Render) -> None:
     pod = pod_of(render(SETS["workers"]), "StatefulSet").container
     startup, liveness = pod["startupProbe"], pod["livenessProbe"]
-    start_s = workers.FIRST_BEAT_MAX * serving.BEAT_S
+    start_s = workers.FIRST_BEAT_MAX * signals.BEAT_S
     assert startup["failureThreshold"] * startup["periodSeconds"] == start_s
-    hanging_s = workers.BEATS_MISSED_MAX * serving.BEAT_S + workers.STACKS_S
+    hanging_s = workers.BEATS_MISSED_MAX * signals.BEAT_S + workers.STACKS_S
     away_s = hanging_s + workers.PAUSE_MAX_S + start_s
     assert (liveness["failureThreshold"] - 1) * liveness["periodSeconds"] > away_s
     alone = pod_of(render({}), "StatefulSet").container["livenessProbe"]

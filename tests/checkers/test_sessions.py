@@ -369,14 +369,12 @@ def beside(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if "check URL beside" in each.getMessage()]
 
 
+@pytest.mark.usefixtures("finder")
 async def test_check_url_beside_instances_is_logged(
-    finder: GroupFinder,
     sessions: SessionRegistry,
     groups: Groups,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for appeared in (sessions.on_appeared, groups.on_change):
-        appeared(finder.warn_of_both)
     url = "http://127.0.0.1:9/check?token=s3cret"
     await groups.put("orders", GroupPolicy(check_url=url))
     sessions.add("orders", Session("web", checks=False))

@@ -16,7 +16,7 @@ from confluent_kafka.admin import AdminClient
 
 from tests.cli.cli_stub import Asked, Reply, Stub, error
 from tests.kit.cli import TXBROKER, Call, Dev, descendants, until_gone
-from txbroker.cli.proxy.serving import until_signal
+from txbroker.cli.signals import until_signal
 from txbroker.kafka.tools.consumers import stop_consumer
 
 SHORT = ("--warmup-s", "0", "--transactions", "40", "--in-flight", "8", "-o", "json")

@@ -13,12 +13,14 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import click
 import pytest
 
 from tests.cli.terminals import on_terminal
 from tests.console import order_4711
 from tests.kit.cli import Call, Dev
 from tests.kit.pages import ID, ROOT, block, session
+from txbroker.cli.main import cli
 
 
 @pytest.mark.needs_tool("curl")
@@ -31,6 +33,34 @@ def test_the_curl_commands(dev: Dev) -> None:
     assert committed == again == {"id": prepared["id"], "state": "promoted", "decision": "commit"}
     assert refused["error"]["code"] == "already_decided"
     assert [event["event"] for event in life["timeline"]] == ["prepared", "commit", "promoted"]
+
+
+def asks(line: str) -> bool:
+    """Return whether a command reads a confirmation, and would take the next line for it."""
+    found = re.match(r"(?:[A-Z_]+=\S+ )*txbroker (.*)", line)
+    words = shlex.split(found[1], comments=True) if found else []
+    command: click.Command = cli
+    for word in words:
+        if isinstance(command, click.Group):
+            command = command.get_command(click.Context(command), word) or command
+    has_yes = any(parameter.name == "yes" for parameter in command.params)
+    return has_yes and not {"--yes", "--dry-run"} & {*words}
+
+
+PLACEHOLDER = re.compile(r"\b(ID|GROUP|KEY|KAFKA|PARTITION)\b")
+"""In a list of commands of which a reader takes one."""
+
+
+def test_pasted_blocks_are_not_eaten_by_a_question() -> None:
+    eaten = [
+        (page.relative_to(ROOT).as_posix(), line)
+        for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
+        for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.M | re.S)
+        if not PLACEHOLDER.search(block)
+        for line in block.replace("\\\n", " ").splitlines()[:-1]
+        if asks(line)
+    ]
+    assert eaten == []
 
 
 def masked(text: str) -> list[str]:
@@ -101,7 +131,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
     script, output = tmp_path / "answer.py", tmp_path / "output"
     script.write_text(block("docs/start.md", "python").replace("8471", port))
     watch, *commands = re.findall(r"^txbroker (.+)$", page, re.MULTILINE)
-    assert len(commands) == 7
+    assert len(commands) == 8
     ids: list[str] = []
     with dev_alone() as url, on_terminal(tmp_path) as run, output.open("w") as out:
         environ = {"TXBROKER_URL": url}
@@ -110,9 +140,11 @@ def test_the_tutorial(tmp_path: Path) -> None:
             consumer = run(*shlex.split(watch), environ=environ)
             consumer.until("there is no topic payments")
             for command in commands:
+                if command.startswith("groups remove"):
+                    consumer.until(ids[1])
                 arguments = shlex.split(re.sub(r"\bID$", "".join(ids[-1:]), command))
                 terminal = run(*arguments, environ=environ)
-                if command.startswith(("tx commit", "groups register")):
+                if command.startswith("tx commit"):
                     terminal.until("[y/N]")
                     terminal.type("y\n")
                 assert terminal.end() == 0, terminal.text
@@ -120,7 +152,6 @@ def test_the_tutorial(tmp_path: Path) -> None:
                     ids += ID.findall(terminal.text)
                 if command.startswith("tx commit"):
                     consumer.until(ids[0])
-            consumer.until(ids[1])
             consumer.type("\x03")
             consumer.end()
         finally:

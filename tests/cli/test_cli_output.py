@@ -16,7 +16,16 @@ from rich.cells import cell_len
 from tests.cli.cli_stub import Stub
 from tests.cli.terminals import Run
 from tests.kit.cli import Call
-from txbroker.cli.output import TableColumn, cell, clock, duration, printable, table, yaml_lines
+from txbroker.cli.output import (
+    TableColumn,
+    cell,
+    clock,
+    duration,
+    printable,
+    show_rows,
+    table,
+    yaml_lines,
+)
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.text() | st.floats(-1e9, 1e9)
 DATA = st.recursive(
@@ -48,6 +57,27 @@ def test_times() -> None:
 @given(st.text())
 def test_output_cannot_move_the_cursor(text: str) -> None:
     assert printable(text).isprintable()
+
+
+@pytest.mark.parametrize("output", ["csv", "json", "ndjson", "yaml", "table"])
+def test_no_format_moves_the_cursor_of_a_terminal(
+    output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evil = "\x1b[2J\x07\r\n\x9b31m\u202eline"
+    columns = [TableColumn("KEY")]
+    screen = io.StringIO(newline="")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout", screen)
+    show_rows([{"key": evil}], columns, output, "")
+    shown = screen.getvalue()
+    assert shown.replace("\n", "").isprintable(), shown
+    monkeypatch.setattr(screen, "isatty", lambda: False)
+    screen.seek(0)
+    screen.truncate()
+    show_rows([{"key": evil}], columns, "csv", "")
+    rows = list(csv.DictReader(io.StringIO(screen.getvalue(), newline="")))
+    assert rows[0]["key"] == evil  # a program gets it as it is
 
 
 @given(

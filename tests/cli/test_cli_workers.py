@@ -280,7 +280,7 @@ def numbers_in(kafka: str, topic: str) -> list[int]:
 
 SLOW_TO_END = """
 import asyncio
-from txbroker.cli.proxy.serving import until_signal
+from txbroker.cli.signals import until_signal
 
 async def work():
     try:
@@ -335,10 +335,10 @@ async def test_first_stop_is_orderly_and_second_is_immediate(ways: list[str]) ->
 
 HANGING = """
 import asyncio, time
-from txbroker.cli.proxy import serving
-from txbroker.cli.proxy.serving import until_signal
+from txbroker.cli import signals
+from txbroker.cli.signals import until_signal
 
-serving.END_TIMEOUT_S = 0.2
+signals.END_TIMEOUT_S = 0.2
 
 async def work():
     print("working", flush=True)

@@ -83,20 +83,20 @@ def test_text_of_an_error(error: BaseException, expected: str) -> None:
 async def test_kinds_beyond_the_limit_are_counted_together() -> None:
     lines: list[dict[str, Any]] = []
 
-    class Log:
-        def warning(self, event: str, **fields: Any) -> None:
-            lines.append({"event": event, **fields})
+    def write(event: str, **fields: Any) -> None:
+        lines.append({"event": event, **fields})
 
-    written = FailureLines(Log())
+    written = FailureLines()
     for number in range(100):
-        written.note(FAILED, type(f"Error{number}", (Exception,), {})("bug"))
+        error = type(f"Error{number}", (Exception,), {})("bug")
+        written.note(write, FAILED, error=error)
     assert len(lines) == 10
     assert all("bug" in line["exception"] for line in lines)
-    written.note(FAILED, grouped())
+    written.note(write, FAILED, error=grouped())
     written.flush()
     assert len(lines) == 21
     assert sum(line.get("more", 0) for line in lines) == 91
-    written.note(FAILED, grouped())
+    written.note(write, FAILED, error=grouped())
     await asyncio.sleep(0)
     assert "sku" in lines[-1]["exception"], "a traceback that was not shown is shown later"
     written.flush()

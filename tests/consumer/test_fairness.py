@@ -1,4 +1,4 @@
-"""Messages that can be handled go on, whatever fails beside them: in virtual time."""
+"""Messages that can be handled go on while others fail: in virtual time."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ async def test_steps_count_what_waits(operator: Operator) -> None:
 
 @pytest.mark.parametrize("obstacle", ["", "deleted", "other", "small"])
 async def test_dead_letter_that_lacks_its_value(operator: Operator, obstacle: str) -> None:
-    """It is sent back with what its first place has, or a sentence says why it is not."""
+    """It is sent back with what its first place has, or a sentence gives the reason."""
     original = Record(b"key", b"x" * 5000, (("h", b"1"),), 7)
     if obstacle == "other":  # the topic was created again
         original = structs.replace(original, value=b"y")

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -203,9 +203,12 @@ def test_unusable_cache_folder_is_named(repository: Repository, tmp_path: Path) 
         jars.ensure_jars("x")
 
 
-def test_broken_cached_jar_is_replaced(repository: Repository) -> None:
+@pytest.mark.parametrize("change", [lambda body: b"half", lambda body: b"!" + body[1:]])
+def test_broken_cached_jar_is_replaced(
+    repository: Repository, change: Callable[[bytes], bytes]
+) -> None:
     paths = jars.ensure_jars("x")
-    paths[0].write_bytes(b"half")
+    paths[0].write_bytes(change(paths[0].read_bytes()))
     assert_whole(jars.ensure_jars("x"))
 
 

@@ -204,3 +204,29 @@ async def test_garbage_after_a_call_keeps_its_answer() -> None:
     async with running_api() as api:
         found = await heard(api.port, [request() + b"\0\1\2\3"])
     assert re.findall(rb"HTTP/1.. (\d+)", found) == [b"201", b"400"]
+
+
+@pytest.mark.parametrize("version", [b"0.9", b"2.0"])
+@pytest.mark.parametrize("line", [LINE, COMMIT, b"GET /v1/transactions HTTP/1.1\r\n"])
+async def test_other_versions_of_http_change_nothing(version: bytes, line: bytes) -> None:
+    async with running_api() as api:
+        raw = request(line.replace(b"1.1", version), b"Connection: close\r\n")
+        found = await heard(api.port, [raw])
+        assert b" 505 " in found.partition(b"\r\n")[0]
+        assert b"http_version" in found
+        listed = await api.client.get(f"{api.url}/v1/transactions")
+        assert (await listed.json())["transactions"] == []
+
+
+@pytest.mark.parametrize("encoding", [b"gzip", b"deflate"])
+async def test_broken_encoding_is_refused_in_one_line(
+    encoding: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = request(LINE, b"Content-Encoding: %s\r\nConnection: close\r\n" % encoding)
+    async with running_api() as api:
+        # Its rest arrives after the answer.
+        found = await heard(api.port, [raw[:-10], raw[-10:]])
+        assert found.startswith(b"HTTP/1.1 400 ")
+        assert b"cannot read the body: Can not decode content-encoding" in found
+    assert [each for each in caplog.records if each.exc_info] == []
+    assert len(caplog.records) <= 1

@@ -14,6 +14,7 @@ from msgspec import structs
 
 from txbroker import __version__
 from txbroker.contract.service import (
+    HISTORY_STEPS_S,
     CheckReport,
     History,
     HistoryEvent,
@@ -165,6 +166,24 @@ def test_what_is_now_is_unknown_while_kafka_is_silent() -> None:
     proxy.owner.suspended_since_ms = 1
     proxy.run()
     assert points(proxy.read(), "pending")[-1] is None
+
+
+def test_last_sample_of_an_idle_group_may_be_unknown() -> None:
+    """A group is looked at for one longest step after it was busy; all groups always."""
+    proxy = Proxy()
+    proxy.prepare("g")
+    proxy.run()
+    proxy.index.pending_by_group.clear()
+    longest_s = HISTORY_STEPS_S[-1]
+    proxy.run(longest_s - 1)
+    proxy.silent_ms = 1
+    proxy.run(2)
+    proxy.silent_ms = None
+    proxy.run(900)
+    assert None in points(proxy.read("g", 900, 10), "pending")
+    assert None in points(proxy.read("g", 3600, longest_s), "pending")
+    assert None not in points(proxy.read("", 3600, longest_s), "pending")
+    assert proxy.history.growth_per_s("g") == 0
 
 
 def test_time_without_samples_is_left_out() -> None:

@@ -16,7 +16,7 @@ from txbroker.kafka.door.topics import (
     SettingChange,
     contradictions,
     op_retention_ms,
-    plan,
+    own_plan,
     wanted_topics,
 )
 
@@ -44,7 +44,7 @@ def changed(topic: str, **configs: str) -> dict[str, TopicSpec]:
 
 def planned(found: dict[str, TopicSpec]) -> Plan:
     """Return what `txbroker topics apply` would change."""
-    return plan(wanted_topics(SETTINGS, 3, found.get(HALF)), found)
+    return own_plan(SETTINGS, 3, found, None)
 
 
 @pytest.mark.parametrize(("brokers", "copies", "in_sync"), [(1, 1, 1), (2, 2, 1), (5, 3, 2)])
@@ -52,6 +52,19 @@ def test_replication_is_up_to_three(brokers: int, copies: int, in_sync: int) -> 
     for topic in wanted_topics(SETTINGS, brokers, None):
         assert topic.replication == copies
         assert topic.configs["min.insync.replicas"] == str(in_sync)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_number_of_half_partitions_that_has_no_effect_is_named(given: bool) -> None:
+    chosen = replace(SETTINGS, partitions=SETTINGS.partitions + 6, partitions_given=given)
+    remarks = own_plan(chosen, 3, as_wanted(), None).remarks
+    assert len(remarks) == given
+    for remark in remarks:
+        assert "partitions = " in remark
+        assert "docs/operate/partition-count.md" in remark
+    fitting = replace(SETTINGS, partitions_given=given)
+    assert own_plan(fitting, 3, as_wanted(), None).remarks == ()
+    assert own_plan(chosen, 3, {}, None).remarks == ()  # made now
 
 
 def test_correct_topics_need_no_changes() -> None:

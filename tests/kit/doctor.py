@@ -23,7 +23,7 @@ from txbroker.contract.service import GroupOverview, Overview, PartitionOverview
 from txbroker.door.consuming import TopicSpec
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.repair import Found
-from txbroker.kafka.door.topics import Plan, contradictions, plan, wanted_topics
+from txbroker.kafka.door.topics import Plan, contradictions, own_plan, wanted_topics
 from txbroker.kafka.tools.examination import (
     BrokerFacts,
     Cluster,
@@ -120,8 +120,7 @@ class FakeKafka:
 
     async def plan(self, found: Mapping[str, TopicSpec]) -> Plan:
         self._fail()
-        half = found.get(self.settings.half_topic)
-        return plan(wanted_topics(self.settings, len(self.nodes), half), found)
+        return own_plan(self.settings, len(self.nodes), found, None)
 
     async def set_aside(self) -> list[Found]:
         self._fail()

@@ -443,7 +443,7 @@ async def test_rows_that_others_lock_hold_no_others_back(
         # MariaDB shows transactions only with the right PROCESS.
         who = {"postgresql": "probably process", "mariadb": "another transaction"}[kind]
         assert f"locked by {who}" in caplog.text
-        async with shop.relay() as relay:  # the successor knows what is visible
+        async with shop.relay() as relay:  # the successor knows the visible rows
             shop.add([3])
             await until(lambda: shop.states() == {"GLOBAL_COMMIT": 2, "LOCAL_COMMIT": 1}, 20)
             other.rollback()

@@ -259,9 +259,9 @@ def test_user_timestamp_is_kept_and_broker_time_is_no_change() -> None:
     assert judged(half, [COMMIT], visible_rows(half)).verdict == "settled"
     decided = [visible_rows(half)[0]._replace(at_ms=DECIDED_MS)]
     assert judged(half, [COMMIT], decided).findings == ("timestamp_changed",)
-    brokers = [decided[0]._replace(at_ms=99, append_time=True)]
+    brokers = [decided[0]._replace(at_ms=DECIDED_MS + 99, append_time=True)]
     found = judged(half, [COMMIT], brokers)
-    assert (found.verdict, found.visible_at_ms) == ("settled", 99)
+    assert (found.verdict, found.visible_at_ms) == ("settled", DECIDED_MS + 99)
 
 
 def test_messages_of_the_commit_must_be_visible() -> None:
@@ -542,9 +542,9 @@ def test_a_message_that_an_earlier_run_has_seen_is_lost_at_once() -> None:
     found = young(visible=former)
     assert (found.findings, found.places, found.carry) == (("lost",), (), True)
     # It is there again, at the same position or at another one.
-    for now in (VISIBLE[0], VISIBLE[0]._replace(offset=9)):
-        there = young(visible=[now, *former])
-        assert (there.verdict, there.places[0].offset) == ("settled", now.offset)
+    for row in (VISIBLE[0], VISIBLE[0]._replace(offset=9)):
+        there = young(visible=[row, *former])
+        assert (there.verdict, there.places[0].offset) == ("settled", row.offset)
     deleted = Horizon(taken_ms={("t", -1): ALWAYS})
     assert young(visible=former, horizon=deleted).verdict == "gone"
     assert judged(op=[ROLLBACK], visible=former).findings == ()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from txbroker.core.routing import make_id
 from txbroker.errors import ConfigurationError
+from txbroker.spark.access import AuditKafka, TopicEnds
 from txbroker.spark.judge.judge import judge
 from txbroker.spark.judge.rows import (
     ALWAYS,
@@ -39,6 +40,7 @@ from txbroker.spark.stream.stored import (
     decode_home,
 )
 from txbroker.spark.stream.stream import NO_BATCH, AuditStream, StreamSettings, WrittenTick
+from txbroker.spark.stream.targets import changed_targets, renewed_home, starts_of
 
 T0 = 1_700_000_000_000
 TARGET = "orders"
@@ -151,6 +153,33 @@ def test_manifest_horizon_covers_records_gone_at_start() -> None:
     places = {("old", 1): T0, ("large", 0): T0, ("deleted", 0): T0}
     places["deleted", -1] = ALWAYS
     assert horizon == Horizon({0: 5}, {0: T0}, {}, places, kept_from_ms={"old": kept_ms})
+
+
+def test_targets_that_changed_are_read_as_they_are_now() -> None:
+    """One was created again and has more records than before, one was deleted."""
+    home = StreamManifest(
+        name="n", installation="half", started_ms=T0, buckets=1, slot_ms=1,
+        read=frozenset({"same", "again", "deleted", "unread"}),
+        ids=dict.fromkeys(("same", "again", "deleted", "unread"), "1"),
+        taken=(TakenPartition("again", 0, 5, T0), TakenPartition("again", -1, 0, ALWAYS)),
+    )  # fmt: skip
+    ends = {
+        "same": TopicEnds("same", (0,), (9,), id="1"),
+        "again": TopicEnds("again", (2, 0), (99, 9), id="2"),
+        "unread": TopicEnds("unread", (), (), unread="no leader"),
+    }
+    access = cast(AuditKafka, SimpleNamespace(ends=lambda topics: ends))
+    changed = changed_targets(access, home)
+    assert changed == {"again": ends["again"], "deleted": None}
+    assert starts_of(changed) == {"again": {"0": 2, "1": 0}, "deleted": {}}
+    renewed = renewed_home(home, changed, [TakenPartition("again", 0, 2, T0 + 9)], T0 + 9)
+    assert renewed.read == {"same", "again", "unread"}
+    assert renewed.ids == {"same": "1", "again": "2", "unread": "1"}
+    assert (home.deleted, renewed.deleted) == ({"again"}, {"deleted"})
+    # Messages of earlier decisions may have been in the former topic.
+    assert renewed.horizon("half", "op").taken_ms == {
+        ("again", 0): T0 + 9, ("again", -1): T0 + 9, ("deleted", -1): ALWAYS
+    }  # fmt: skip
 
 
 def test_checkpoint_of_another_version_is_refused() -> None:

@@ -85,7 +85,7 @@ def test_messages_stay_missing_until_they_are_there_again(
     open_now(*gone)
     assert audit(logs, "all", "full").drift == found.drift
     open_now(*gone)
-    logs.recreate("orders", [two[3], one[3], twice[3]])
+    logs.recreate("orders", [one[3], two[3], twice[3]])
     found = audit(logs, "all")
     assert found.drift == {}
     assert "Rolled back but visible: 1. This run did not judge" in drift_in_words(found)

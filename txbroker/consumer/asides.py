@@ -79,7 +79,7 @@ async def original(door: Reads, message: Record, failed: Failed) -> Record:
     """Read the message of a copy that lacks a part of it, in its first place.
 
     Args:
-        message: what is left of it in the copy.
+        message: the rest of it, in the copy.
 
     Raises:
         OriginalMissing

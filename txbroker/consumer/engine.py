@@ -412,7 +412,7 @@ class Engine:
             if message.work.aside is not None and message.work.is_aside(message):
                 self._failures.set_aside(message, "an earlier message of its key is set aside")
                 continue
-            if message.work.starts.count and message.work.is_suspect:
+            if message.work.is_suspect:
                 if message.work.take_ended(message):
                     error = ProcessEnded("the process ended while its handler was called")
                     self._failures.fail(message, error)

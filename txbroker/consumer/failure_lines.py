@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Hashable
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable
+from typing import Any, TypeAlias
 
 INTERVAL_S = 10.0
 _LINES_MAX = 10
@@ -17,16 +17,16 @@ _TEXT_MAX, _TRACEBACK_MAX = 300, 10_000
 _OTHERS = "errors of further kinds"
 
 
-class Logger(Protocol):
-    """A logger of structlog."""
-
-    def warning(self, event: str, **fields: Any) -> Any: ...
+Write: TypeAlias = Callable[..., Any]
+"""A method of a logger of structlog, such as `log.warning`."""
 
 
 class _Counted:
     """Failures of one kind in an interval that have no line."""
 
-    def __init__(self) -> None:
+    def __init__(self, write: Write, event: str) -> None:
+        self.write = write
+        self.event = event
         self.count = 0
         self.last: dict[str, Any] = {}
 
@@ -39,15 +39,18 @@ class FailureLines:
     its first line has the traceback.
     """
 
-    def __init__(self, log: Logger) -> None:
-        self._log = log
+    def __init__(self) -> None:
         self._seen: dict[Hashable, None] = {}
         self._lines = 0
         self._counted: dict[Hashable, _Counted] = {}
         self._end: asyncio.TimerHandle | None = None
 
-    def note(self, event: str, error: BaseException, **fields: Any) -> None:
-        """Log an error, or count it."""
+    def note(self, write: Write, event: str, *, error: BaseException, **fields: Any) -> None:
+        """Log an error, or count it.
+
+        Args:
+            write: logs the line.
+        """
         if self._end is None:
             self._lines = 0
             self._end = asyncio.get_running_loop().call_later(INTERVAL_S, self.flush)
@@ -60,23 +63,22 @@ class FailureLines:
                     self._seen.clear()
                 self._seen[kind] = None
                 fields["exception"] = _traceback(error)
-            self._log.warning(event, **fields)
+            write(event, **fields)
             return
         if kind not in self._counted and len(self._counted) >= _KINDS_MAX:
             kind, fields = (event, BaseException, ""), {**fields, "error": _OTHERS}
-        counted = self._counted.setdefault(kind, _Counted())
+        counted = self._counted.setdefault(kind, _Counted(write, event))
         counted.count += 1
-        counted.last = {**fields, "event": event}
+        counted.last = fields
 
     def flush(self) -> None:
-        """Log what was counted; an interval begins with the next error."""
+        """Log the counts; an interval begins with the next error."""
         if self._end is not None:
             self._end.cancel()
             self._end = None
         counted, self._counted = self._counted, {}
         for each in counted.values():
-            event = each.last.pop("event")
-            self._log.warning(event, more=each.count, **each.last)
+            each.write(each.event, more=each.count, **each.last)
 
 
 def error_text(error: BaseException) -> str:

@@ -87,7 +87,7 @@ class Failures:
         self._queues = queues
         self._results = results
         self._loop = asyncio.get_running_loop()
-        self.lines = FailureLines(log)
+        self.lines = FailureLines()
         self._outputs = _Outputs(results, self._dead_letter, self.lines)
 
     def fail(self, message: ReceivedMessage, error: BaseException) -> None:
@@ -98,7 +98,11 @@ class Failures:
         verdict = self._policy.decide(error, message.failures, message.step)
         if failed:
             self.lines.note(
-                "message failed", error, message=repr(message), next=type(verdict).__name__
+                log.warning,
+                "message failed",
+                error=error,
+                message=repr(message),
+                next=type(verdict).__name__,
             )
         self._apply(message, verdict)
 
@@ -248,7 +252,7 @@ class _Outputs:
         if pending.replaced:
             return _smaller(self._results, pending, error, keyed=False)
         assert pending.message is not None
-        self._lines.note("output refused", error, message=repr(pending.message))
+        self._lines.note(log.error, "output refused", error=error, message=repr(pending.message))
         return [
             self._dead_letter(pending.message, str(error)),
             *pending.message.work.clearance(pending.message),

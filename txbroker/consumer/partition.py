@@ -130,6 +130,9 @@ class Work:
         self._sent: set[StoredOffset] = set()
         """What may be stored: the newest position that certainly is, and later attempts."""
         self._token_steps = 0
+        self.is_suspect = False
+        """A message may end the process: one is handled at a time, and noted before in the stored
+        position, so that the next owner knows it."""
         self.starts = NO_STARTS
         """Owners that ended without a release, as stored, then with this one."""
         self._starts_before = NO_STARTS
@@ -199,13 +202,8 @@ class Work:
             return
         self.starts = structs.replace(before, count=before.count + 1)
         self._starts_left = messages_max
+        self.is_suspect = self.starts.count > _STARTS_FREE
         self._starts_until = min(self.end, low + messages_max) if self.is_suspect else low + 1
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether a message may end the process: one is handled at a time, and noted before in the
-        stored position, so that the next owner knows it."""
-        return self.starts.count > _STARTS_FREE
 
     def take_ended(self, message: ReceivedMessage) -> bool:
         """Return True once if the process ended while an owner before handled this message."""
@@ -248,6 +246,7 @@ class Work:
         passed = position.low >= self._starts_until or self._starts_left <= 0
         if passed and self._ended is None:
             self.starts = self._starts_before = NO_STARTS
+            self.is_suspect = False
 
     # --- positions ---------------------------------------------------------------------------
 

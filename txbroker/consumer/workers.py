@@ -289,6 +289,7 @@ class Workers:
                 raise
             finally:
                 for message in messages if after is not None else ():
+                    assert after is not None
                     holder = self._engine.in_flight.get(message)
                     reports = holder.reports if holder is not None else None
                     await self._after(after, message, (reports or {}).get(message, error))
@@ -296,12 +297,12 @@ class Workers:
         return call
 
     async def _after(
-        self, hook: After, message: ReceivedMessage, error: BaseException | None
+        self, hook: After | None, message: ReceivedMessage, error: BaseException | None
     ) -> None:
         try:
             await _maybe(hook, message, error)
         except Exception as raised:  # the handler's result stands
-            self._engine.lines.note("hook failed", raised, message=repr(message))
+            self._engine.lines.note(log.error, "hook failed", error=raised, message=repr(message))
 
     async def run(self, drain_s: float) -> None:
         """Handle messages until the engine stops, then those in flight for up to `drain_s`.
@@ -451,7 +452,9 @@ class _Worker(Holder):
         exact, before = self._options.results is not None, self._engine.before
         divided = error is not None and len(messages) > 1 and not before
         if divided and error is not None and not isinstance(error, RolledBack):
-            self._engine.lines.note("batch divided", error, messages=len(messages))
+            self._engine.lines.note(
+                log.warning, "batch divided", error=error, messages=len(messages)
+            )
         failed: list[tuple[ReceivedMessage, BaseException]] = []
         again: list[ReceivedMessage] = []
         lanes = set()

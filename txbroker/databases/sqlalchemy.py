@@ -42,12 +42,13 @@ def from_sqlalchemy(engine: Engine | AsyncEngine, *, create_tables: bool = False
             and MariaDB.
     """
     from sqlalchemy.engine import Engine
-    from sqlalchemy.ext.asyncio import AsyncEngine
 
-    if isinstance(engine, AsyncEngine):
-        return AsyncEngineDatabase(engine, create_tables)
     if isinstance(engine, Engine):
         return EngineDatabase(engine, create_tables)
+    # Only an asynchronous engine imports it: it needs greenlet, which SQLAlchemy does not bring.
+    asynchronous = sys.modules.get("sqlalchemy.ext.asyncio")
+    if asynchronous is not None and isinstance(engine, asynchronous.AsyncEngine):
+        return AsyncEngineDatabase(engine, create_tables)
     raise ConfigurationError(
         f"from_sqlalchemy takes an Engine or AsyncEngine, not {type(engine).__name__}: pass what "
         "create_engine or create_async_engine returns"
@@ -217,7 +218,7 @@ class EngineSession:
         self._restore()
 
     def _restore(self) -> None:
-        """Restore what a handler changed, with a statement of its own: SQLAlchemy's COMMIT takes
+        """Restore what a handler changed, with one more statement: SQLAlchemy's COMMIT takes
         none along."""
         if self._restorer is not None and not self.reusable:
             with suppress(Exception):

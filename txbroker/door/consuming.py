@@ -251,7 +251,7 @@ class ConsumingDoor(Protocol):
         it does not exist, may not be described, or is an own topic (see `door.owners`).
 
         Args:
-            prefix: of our own topics, whose names alone show it.
+            prefix: of txbroker's own topics, whose names alone show it.
         """
 
     async def offsets(

@@ -164,7 +164,7 @@ class PositionScan:
         raise ConfigurationError(
             f"{self._topic} does not prove the position of {self._key.decode()}: {why}; compaction "
             "may have removed ours. Find out which client wrote there; then start once with "
-            "take_position, which goes on from the newest record, whoever wrote it"
+            "take_position, which goes on from the newest record of any client"
         )
 
     def _why_lost(self, newest: Record | None, ours: Sequence[int]) -> str:

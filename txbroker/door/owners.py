@@ -86,7 +86,7 @@ def own_by_name(topic: str, prefix: str) -> Cause | None:
     """Return why a topic cannot be a target, if its name alone shows it.
 
     Args:
-        prefix: of our own topics.
+        prefix: of txbroker's own topics.
     """
     if topic in KAFKA_TOPICS:
         whose = "Kafka's"

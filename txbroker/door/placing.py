@@ -64,7 +64,7 @@ class Placing:
 
     Args:
         target: returns a topic's number of partitions, see `ConsumingDoor.target`.
-        prefix: of our own topics, which are no targets.
+        prefix: of txbroker's own topics, which are no targets.
     """
 
     def __init__(self, target: Callable[[str, str], Awaitable[int | Cause]], prefix: str) -> None:

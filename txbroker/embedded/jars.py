@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from rich import progress as bars
@@ -137,7 +138,9 @@ def fetch_jars(
 ) -> list[Path]:
     """Return the paths of jars, described by `what`; otherwise like `ensure_jars`."""
     folder = cache_dir() / "maven"
-    missing = [jar for jar in jars if not _is_whole(folder / jar.path, jar)]
+    with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="txbroker-jars") as pool:
+        whole = pool.map(lambda jar: _is_whole(folder / jar.path, jar), jars)
+        missing = [jar for jar, found in zip(jars, whole, strict=True) if not found]
     if missing:
         stop = cancelled or threading.Event()
         _download_all(what, missing, folder, progress or Progress(), stop)
@@ -145,11 +148,22 @@ def fetch_jars(
 
 
 def _is_whole(path: Path, jar: Jar) -> bool:
-    # Jars get their name after their hash was verified, so the size is enough.
+    """Return whether a jar is in the cache, with its hash: a disk or a program may have changed it.
+
+    A process reads a file again only after it has changed."""
     try:
-        return path.stat().st_size == jar.size_bytes
+        found = path.stat()
+        if found.st_size != jar.size_bytes:
+            return False
+        return _sha256(path, found.st_ino, found.st_mtime_ns, found.st_ctime_ns) == jar.sha256
     except OSError:
         return False
+
+
+@cache
+def _sha256(path: Path, _inode: int, _modified_ns: int, _changed_ns: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _download_all(

@@ -96,7 +96,6 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         runner = _check_runner(settings, finder, groups, metrics, share_of)
         stack.push_async_callback(runner.close)
         for appeared in (sessions.on_appeared, elsewhere.on_appeared, groups.on_change):
-            appeared(finder.warn_of_both)
             appeared(runner.wake)
         observation = Observation(
             sessions,

@@ -28,9 +28,8 @@ from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.runner import CheckRunner
 from txbroker.checkers.url_guard import UrlGuard
 from txbroker.config.addresses import parse_host_rules
-from txbroker.contract import policy
+from txbroker.contract import policy, signing
 from txbroker.contract.checks import CheckFunction, CheckRequest, Commit, NotYet
-from txbroker.contract.signing import secret_key
 from txbroker.core.records import CheckReason, Decision
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.outbox.undecided import CHECKS_MAX, UndecidedRows
@@ -261,7 +260,7 @@ class UrlFinder:
         try:
             policy.split_check_url(url)
             host, _port = policy.host_and_port(url)
-            self._secret = None if secret is None else secret_key(secret)
+            self._secret = None if secret is None else signing.secret_key(secret)
         except ValueError as error:
             raise ConfigurationError(f"check_url: {error}") from None
         self._url = url

@@ -53,7 +53,7 @@ class RelayOptions(TypedDict, total=False):
     """Of the topic of positions, `PREFIX.relay`; `txbroker` by default."""
     take_position: bool
     """Where no record in the topic of positions proves to be this relay's, go on from the newest
-    one, whoever wrote it, instead of an error; after a topic was restored or mirrored."""
+    one of any client, instead of an error; after a topic was restored or mirrored."""
     security: Mapping[str, Any] | None
     """Settings of the connection to Kafka, named as the proxy's; see `ConsumerOptions`."""
 

@@ -19,7 +19,7 @@ class RelaySink:
 
     Args:
         writer: of the relay's position.
-        prefix: of our own topics, to which no message may go.
+        prefix: of txbroker's own topics, to which no message may go.
     """
 
     def __init__(self, door: ConsumingDoor, writer: DeliveryWriter, prefix: str) -> None:

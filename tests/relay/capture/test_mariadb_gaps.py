@@ -376,9 +376,7 @@ async def test_user_who_may_not_see_foreign_keys_is_refused(maria: MariaWorld) -
         ("CREATE SEQUENCE kept", "it is a SEQUENCE"),
     ],
 )
-async def test_what_has_no_rows_in_the_log_is_refused(
-    maria: MariaWorld, create: str, sentence: str
-) -> None:
+async def test_view_or_sequence_is_refused(maria: MariaWorld, create: str, sentence: str) -> None:
     maria.execute(create)
     maria.mapping += '[[tables]]\ntable = "kept"\ntopic = "k"\nkey = "id"\n'
     assert sentence in refusals(await maria.capture.plan())[0]

@@ -91,7 +91,7 @@ UNSEEN: Sequence[tuple[str, str]] = (
 )
 
 
-async def test_the_catalogs_tell_shown_from_unseen(pg: PgWorld) -> None:
+async def test_the_catalogs_show_what_the_wal_lacks(pg: PgWorld) -> None:
     """Each case is a transaction that is rolled back."""
     pg.execute(*SETUP)
     pg.mapping.tables = TABLES

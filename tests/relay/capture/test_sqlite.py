@@ -13,8 +13,8 @@ import pytest
 
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.plan import open_capture
-from txbroker.relay.capture.running import TriggerRelay
 from txbroker.relay.capture.setup import Step, StepState
+from txbroker.relay.capture.triggers import TriggerRelay
 
 
 class Captured(NamedTuple):

@@ -118,7 +118,7 @@ class KafkaResults:
     """The `Results` of handlers that send messages.
 
     Args:
-        prefix: of our own topics, which are no targets.
+        prefix: of txbroker's own topics, which are no targets.
         threads: for plain handlers.
     """
 

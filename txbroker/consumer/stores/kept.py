@@ -61,7 +61,7 @@ class DeadLetterTopic:
     """A topic that receives dead letters.
 
     Args:
-        prefix: of our own topics, which are no targets.
+        prefix: of txbroker's own topics, which are no targets.
     """
 
     def __init__(self, name: str, door: ConsumingDoor, prefix: str) -> None:

@@ -206,7 +206,7 @@ def is_original(record: Record, message: Record, failed: Failed) -> bool:
     topic that was created again holds another one.
 
     Args:
-        message: what is left of it in the copy.
+        message: the rest of it, in the copy.
     """
     assert failed.left_out is not None
     return (

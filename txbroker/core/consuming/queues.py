@@ -7,7 +7,7 @@ A new message whose lane is busy waits in the lane.
 
 Partitions take turns, and so do the kinds within a partition. So a message waits at most for the
 messages before it of its kind, and one round of the others (`TURN`), whatever fails or arrives
-meanwhile. What has more than its share of the messages in flight, as slow handlers have, gets the
+meanwhile. With more than their share of the messages in flight, as slow handlers have, they get the
 shortest turn: a partition one message, the retries one after `TURN` others.
 """
 

@@ -127,7 +127,7 @@ class Purged(NamedTuple):
         last: up to which position rows were finished before; None: there were no more.
     """
 
-    count: int
+    deleted: int
     last: int | None
 
 
@@ -148,7 +148,7 @@ class WaitingRows:
 
     def drawn(self) -> Steps[tuple[int, int | None]]:
         """Return the position of the newest row, 0 without one, and the last position that was
-        drawn; None: the database does not tell this user."""
+        drawn; None: this user may not see it."""
         newest = yield Query(f"SELECT MAX(position) FROM {OUTBOX}")
         # Read later: it includes every row that the first statement has seen.
         drawn = yield Query(self._dialect.drawn.format(table=OUTBOX, sequence=SEQUENCE))
@@ -191,7 +191,7 @@ class WaitingRows:
 
     def floor(self) -> Steps[str]:
         """Return a unit below which no row can appear any more, except one that was held or given
-        up; "": the database does not tell."""
+        up; "": unknown."""
         if self._dialect is not POSTGRESQL:
             return ""
         return str((yield Query(f"SELECT {_OLDEST_UNIT}")).rows[0][0])
@@ -428,10 +428,10 @@ class WaitingRows:
     def purge_all(self, keep_s: float) -> Steps[int]:
         """Delete all rows that were finished before, each statement committed; return their
         number."""
-        count, last = 0, 0
-        while last is not None:
-            some, last = yield from self.purge(keep_s, last)
-            count += some
+        count, found = 0, Purged(0, 0)
+        while found.last is not None:
+            found = yield from self.purge(keep_s, found.last)
+            count += found.deleted
         return count
 
     # --- counts ----------------------------------------------------------------------------------

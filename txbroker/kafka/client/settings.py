@@ -29,6 +29,7 @@ class KafkaSettings(Struct, frozen=True, kw_only=True):
         group_id: the consumer group that assigns half partitions to proxies.
         login: returns a login, which provides TLS and credentials for connections.
         partitions: number of half partitions to create; existing topics keep theirs.
+        partitions_given: an operator chose that number.
         replication: replication factor; 0 means three, or the number of brokers if lower.
         create_topics: whether to create missing topics of txbroker at start.
         half_retention_ms: retention of half messages in milliseconds; -1 is infinite.
@@ -61,6 +62,7 @@ class KafkaSettings(Struct, frozen=True, kw_only=True):
     drift_topic: str = "txbroker.audit.drift"
     login: LoginMaker = NoLogin
     partitions: int = 8
+    partitions_given: bool = False
     replication: int = 0
     create_topics: bool = True
     half_retention_ms: int = 30 * _DAY_MS
@@ -100,6 +102,7 @@ class KafkaSettings(Struct, frozen=True, kw_only=True):
             drift_topic=settings.topic("audit.drift"),
             login=partial(SettingsLogin, settings),
             partitions=settings.partitions,
+            partitions_given="partitions" in settings.model_fields_set,
             half_retention_ms=round(settings.half_retention_s * 1000),
             check_window_s=settings.check_window_s,
             dedup_window_s=settings.dedup_window_s,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
+
+import structlog
 
 from txbroker.config.settings import Settings
 from txbroker.door.own_topics import Layout, encode_layout, find_layout
@@ -30,6 +33,8 @@ from txbroker.kafka.door.partition import KafkaPartitionDoor
 from txbroker.kafka.door.repair import Repair
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.door.targets import KafkaTargets
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
 
 
 class KafkaDoor(Door):
@@ -80,7 +85,10 @@ class KafkaDoor(Door):
         refused = topics.contradictions(self.settings, found, self._layout)
         if refused:
             raise ConfigurationError("; ".join(refused))
-        self.partitions = found[self.settings.half_topic].partitions
+        half = found[self.settings.half_topic]
+        self.partitions = half.partitions
+        if remark := topics.partitions_remark(self.settings, half):
+            log.warning("setting without effect", setting="partitions", why=remark)
         self._membership.expect(self.partitions)
         self._own_bytes_max = {
             name: int(topic.configs.get("max.message.bytes", self.settings.message_bytes_max))
@@ -133,9 +141,7 @@ class KafkaDoor(Door):
         await self._client.refresh(())
         found = await topics.find(self.admin, names)
         layout = await self._read_layout() if self.settings.groups_topic in found else None
-        half, brokers = found.get(self.settings.half_topic), len(self._client.brokers)
-        wanted = topics.wanted_topics(self.settings, brokers, half, layout)
-        return topics.plan([topic for topic in wanted if topic.name in names], found)
+        return topics.own_plan(self.settings, len(self._client.brokers), found, layout, names)
 
     async def apply(self, plan: topics.Plan) -> None:
         """Create and change topics as planned."""

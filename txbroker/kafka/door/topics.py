@@ -5,9 +5,9 @@ The settings are data, the plan is a pure function; only `apply` changes anythin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from txbroker.door.consuming import TopicSpec
 from txbroker.door.own_topics import Layout, partition_problems
@@ -142,6 +142,37 @@ def _larger(required: int, found: TopicSpec | None, name: str) -> int:
     if existing is None:
         return required
     return _FOREVER if _FOREVER in (required, existing) else max(required, existing)
+
+
+def partitions_remark(settings: KafkaSettings, found: TopicSpec | None) -> str:
+    """Return that the chosen number of half partitions has no effect; "" if it has, or none was
+    chosen."""
+    if found is None or not settings.partitions_given or settings.partitions == found.partitions:
+        return ""
+    return (
+        f"partitions = {settings.partitions} has no effect: {found.name} was made with "
+        f"{found.partitions}, and that number is fixed; docs/operate/partition-count.md shows how "
+        "to move to an installation with more"
+    )
+
+
+def own_plan(
+    settings: KafkaSettings,
+    brokers: int,
+    found: Mapping[str, TopicSpec],
+    layout: Layout | None,
+    names: Collection[str] = (),
+) -> Plan:
+    """Return the difference between txbroker's required topics and existing ones. Pure.
+
+    Args:
+        names: only of these topics; () for all.
+    """
+    half = found.get(settings.half_topic)
+    wanted = wanted_topics(settings, brokers, half, layout)
+    planned = plan([topic for topic in wanted if not names or topic.name in names], found)
+    remark = partitions_remark(settings, half)
+    return structs.replace(planned, remarks=(remark, *planned.remarks)) if remark else planned
 
 
 def plan(

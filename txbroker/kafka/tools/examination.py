@@ -230,11 +230,8 @@ class KafkaExamination(ClientOwner):
     async def plan(self, found: Mapping[str, TopicSpec]) -> own.Plan:
         """Return the changes that `txbroker topics apply` would make."""
         await self._client.refresh(())
-        half = found.get(self.settings.half_topic)
         layout = await self._layout(found)
-        return own.plan(
-            own.wanted_topics(self.settings, len(self._client.brokers), half, layout), found
-        )
+        return own.own_plan(self.settings, len(self._client.brokers), found, layout)
 
     async def _layout(self, found: Mapping[str, TopicSpec]) -> Layout | None:
         if self.settings.groups_topic not in found:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 from urllib.parse import unquote
 
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
 from msgspec import structs
 
@@ -20,6 +20,7 @@ from txbroker.contract.service import History, HistoryRequest, Overview, Service
 from txbroker.errors import (
     AdminOnly,
     BadRequest,
+    HttpVersionNotSupported,
     MethodNotAllowed,
     NotFound,
     RequestError,
@@ -291,6 +292,10 @@ async def _admin_only(_: web.Request) -> web.StreamResponse:
     raise AdminOnly
 
 
+_VERSIONS = (HttpVersion10, HttpVersion11)
+"""aiohttp's parser also lets HTTP/0.9 and HTTP/2.0 through."""
+
+
 def _admission(
     parts: _Parts, guard: Guard, open_paths: frozenset[str], *, pages: bool, internal: bool
 ) -> Middleware:
@@ -298,6 +303,8 @@ def _admission(
 
     async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
+            if request.version not in _VERSIONS:
+                raise HttpVersionNotSupported
             # Pages do their own admission: they answer in HTML and have a login.
             page = is_page(request.path)
             caller = ""

@@ -264,6 +264,12 @@ class HttpConnection(RequestHandler):
         """Drop a client whose request head is late, whether it is silent or sends byte by byte."""
         drop(self.transport, "the head of a request was not complete in time")
 
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """Log an error after an answer in one line; not that the rest of a refused body is bad."""
+        error = kwargs.get("exc_info")
+        if isinstance(error, BaseException) and not isinstance(error, web.RequestPayloadError):
+            log.error("call failed", error=safe_repr(error), where=raised_at(error))
+
     def handle_error(
         self,
         request: web.BaseRequest,

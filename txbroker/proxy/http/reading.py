@@ -102,7 +102,8 @@ class BodyReader:
         except TimeoutError:
             raise TooSlow from None
         except (web.RequestPayloadError, ValueError) as error:
-            raise BadRequest(f"cannot read the body: {str(error)[:SHOWN_MAX]}") from None
+            cause = " ".join(str(error).removeprefix("400, message:").split())
+            raise BadRequest(f"cannot read the body: {cause[:SHOWN_MAX]}") from None
         return b"".join(chunks)
 
     def take(self, body: bytes) -> None:

@@ -382,8 +382,9 @@ class ProxyHistory(Past):
         points = []
         for step, row in self._rows(ring, GROWTH_S):
             own = series.rings[-1].find(step)
-            if not math.isnan(row[_PENDING]):
-                points.append((step * ring.step_s, 0.0 if own is None else own[_PENDING]))
+            pending = 0.0 if own is None else own[_PENDING]
+            if not (math.isnan(row[_PENDING]) or math.isnan(pending)):
+                points.append((step * ring.step_s, pending))
         if len(points) * ring.step_s < GROWTH_MIN_S or points[0][0] < series.since_s:
             return None
         # As the alert does, by least squares.
@@ -462,8 +463,8 @@ class ProxyHistory(Past):
             prepared=counts[0],
             decided=counts[1],
             promoted=counts[2],
-            pending=round(own[_PENDING]) if known else None,
-            parked=round(own[_PARKED]) if known else None,
+            pending=_known(own[_PENDING]) if known else None,
+            parked=_known(own[_PARKED]) if known else None,
             oldest_pending_age_s=round(oldest_s, 1) if oldest_s > 0 else None,
             checks=CheckCounts(*counts[3:]),
             buckets=buckets,
@@ -474,6 +475,12 @@ class ProxyHistory(Past):
     def nbytes(self) -> int:
         """Bytes of the rings."""
         return sum(r.nbytes for s in (self._all, *self._groups.values()) for r in s.rings)
+
+
+def _known(value: float) -> int | None:
+    """Return a present value, None if it was not known. An idle group's last sample may be older
+    than that of all groups, and from a time when Kafka did not answer."""
+    return None if math.isnan(value) else round(value)
 
 
 def _step_number(since_s: float, step_s: float | None) -> int:

@@ -1,5 +1,4 @@
-"""Captures that run: a source with the pump that moves messages to Kafka, or, on SQLite, the relay
-of the outbox to which triggers write."""
+"""A capture that runs: its source, and the pump that moves messages to Kafka."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ from typing import Any
 import structlog
 
 from txbroker.core.records import Cause
-from txbroker.databases.database import DatabaseUnavailable
 from txbroker.door.consuming import ConsumingDoor
 from txbroker.door.delivering import WriterFenced
 from txbroker.error_text import safe_repr
@@ -20,19 +18,16 @@ from txbroker.errors import ConfigurationError, TxbrokerError
 from txbroker.metrics import Collector, Samples
 from txbroker.relay.capture.conversion import LEFT_OUT, Conversion
 from txbroker.relay.capture.plan import Capture, CaptureSource
-from txbroker.relay.capture.setup import StepState
 from txbroker.relay.connections import open_door
 from txbroker.relay.metrics import RelayFigures
-from txbroker.relay.outbox import Outbox
 from txbroker.relay.pump import Pump
-from txbroker.relay.relay import Relay, StillWaiting
+from txbroker.relay.relay import StillWaiting
 from txbroker.relay.sink import RelaySink
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _LAG_S = 5.0
 _STOP_S = 1.5
-_CHECK_S = 5.0
 
 
 class _CaptureFigures(RelayFigures):
@@ -190,77 +185,3 @@ class RunningCapture:
             except TxbrokerError as error:
                 log.warning("lag of capture unknown", error=safe_repr(error))
             await asyncio.sleep(_LAG_S)
-
-
-class TriggerRelay:
-    """A relay that ends once the triggers are not as the mapping wants them: a table that is built
-    again, as for many changes of its schema, has none.
-
-    Args:
-        options: of `Relay`.
-    """
-
-    def __init__(
-        self, capture: Capture, kafka: str, *, check_s: float = _CHECK_S, **options: Any
-    ) -> None:
-        self._capture = capture
-        self._check_s = check_s
-        self._relay = Relay(Outbox(capture.database), kafka, **options)
-
-    async def start(self) -> None:
-        """Connect and begin.
-
-        Raises:
-            ConfigurationError: the triggers are missing, or Kafka refuses.
-            DatabaseUnavailable, KafkaUnavailable
-        """
-        await self.check()
-        await self._relay.start()
-
-    async def check(self) -> None:
-        """Compare the triggers with the mapping.
-
-        Raises:
-            ConfigurationError: changes are not captured as the mapping wants.
-            DatabaseUnavailable
-        """
-        missing = (StepState.TO_DO, StepState.REFUSED)
-        to_do = [each.text for each in await self._capture.plan() if each.state in missing]
-        if to_do:
-            raise ConfigurationError(
-                f"{self._capture.database.name}: {'; '.join(to_do)}: run `txbroker capture apply "
-                "FILE`, and fill in what changed without triggers"
-            )
-
-    async def run(self) -> None:
-        """Run until `close`, or until an error that a retry does not cure, and raise that."""
-        tasks = [asyncio.create_task(each) for each in (self._relay.run(), self._checks())]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _checks(self) -> None:
-        while True:
-            await asyncio.sleep(self._check_s)
-            try:
-                await self.check()
-            except DatabaseUnavailable:
-                continue  # if it lasts, the relay notices it
-
-    async def drain(self, timeout_s: float) -> None:
-        """Wait until nothing waits, and check the triggers once more; see `Relay.drain`."""
-        await self._relay.drain(timeout_s)
-        await self.check()
-
-    def collector(self) -> Any:
-        """Return the metrics of the relay."""
-        return self._relay.collector()
-
-    async def close(self) -> None:
-        """End after the delivery in flight, and close the connections."""
-        await self._relay.close()

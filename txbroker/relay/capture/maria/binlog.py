@@ -56,7 +56,7 @@ _STANDALONE, _PREPARED_XA = 1, 64
 _COMPRESSED = range(165, 172)
 _LOST = 26
 _OF_FILES = (9, 11)
-"""Parts of `LOAD DATA` as a statement, which has an event of its own."""
+"""Parts of `LOAD DATA` as a statement, which has another event, too."""
 _IGNORABLE = 0x80
 """Types and a flag of events that mysql-replication does not know, and would drop."""
 _HEADER_BYTES = 20

@@ -180,7 +180,7 @@ class _Reading:
         return Statement(self._defined, self._truncated, self._gaps)
 
     def _known(self) -> bool:
-        """Return whether the log shows all rows that it changes, but for what is found here."""
+        """Return whether the log shows all rows that it changes, except those found here."""
         if self._take("TRUNCATE"):
             self._take("TABLE")
             self._truncated = self._table()

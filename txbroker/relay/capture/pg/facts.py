@@ -56,8 +56,8 @@ WHERE p.pubname = ?
 _TABLES = """
 SELECT n.nspname, c.relname, c.relkind, c.relpersistence, c.oid::bigint,
   pg_has_role(c.relowner, 'USAGE'),
-  (SELECT string_agg(attnum || ' ' || xmin::text, ',' ORDER BY attnum) FROM pg_attribute
-    WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped),
+  coalesce((SELECT string_agg(attnum || ' ' || xmin::text, ',' ORDER BY attnum)
+    FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped), ''),
   ARRAY(SELECT cn.nspname || '.' || cc.relname FROM pg_inherits i
     JOIN pg_class cc ON cc.oid = i.inhrelid JOIN pg_namespace cn ON cn.oid = cc.relnamespace
     WHERE i.inhparent = c.oid AND c.relkind = 'r'),
@@ -295,15 +295,13 @@ def _slot(row: Any) -> Slot:
 
 def _tables(rows: Any) -> dict[tuple[str, str], Table]:
     found: dict[tuple[str, str], Table] = {}
-    for schema, name, kind, persistence, oid, owned, attributes, *lists, member in (
-        (*row[:13], _member(row)) for row in rows
-    ):
+    for row in rows:
+        schema, name, *of_table = row[:13]
         earlier = found.get((schema, name))
-        members = (*(earlier.members if earlier else ()), member)
-        names = [tuple(each) for each in lists]
-        found[schema, name] = Table(
-            kind, persistence, oid, owned, attributes or "", *names, members=members
-        )
+        members = (*(earlier.members if earlier else ()), _member(row))
+        given = [tuple(each) if isinstance(each, list) else each for each in of_table]
+        fields: dict[str, Any] = dict(zip(Table.__struct_fields__, (*given, members), strict=True))
+        found[schema, name] = Table(**fields)
     return found
 
 
