@@ -318,8 +318,7 @@ class KafkaAccess(BaseSettings):
     model_config = SettingsConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kafka: str = "127.0.0.1:9092"
-    """Kafka's bootstrap servers: `host:port`, several separated by commas; an IPv6 address as
-    `[::1]:port`."""
+    """Kafka's servers: `host:port` or `[::1]:port`, by commas."""
     kafka_security_protocol: SecurityProtocol = "PLAINTEXT"
     """The security protocol of the connection to Kafka."""
     kafka_sasl_mechanism: SaslMechanism = "PLAIN"
