@@ -181,7 +181,9 @@ def set_up_own(session: PlainSession) -> None:
 
 def read_any_text(session: PlainSession | AsyncSession) -> None:
     """Let a session read text that is no UTF-8: it has surrogates, as in file names."""
-    driver = getattr(session.connection, "connection", session.connection)  # of Django, SQLAlchemy
+    connection = session.connection  # its own, or that of Django or SQLAlchemy
+    connection = getattr(connection, "sync_connection", connection)
+    driver = getattr(connection, "connection", connection)
     driver = getattr(driver, "dbapi_connection", driver)
     if driver_of(driver) == "sqlite3":
         driver.text_factory = _any_text
