@@ -43,6 +43,7 @@ async def test_hello_is_welcomed(api: Api) -> None:
             url=api.url,
             dedup_window_s=120.0,
             transaction_bytes_max=api.settings.transaction_bytes_max,
+            dedup_keys=True,
         )
 
 
