@@ -67,7 +67,8 @@ async def _ask_over_http(names: dict[str, Any], transaction_id: str) -> None:
     }
     async with TestClient(TestServer(names["app"])) as client:
         good = await client.post("/txbroker/check", data=body, headers=headers)
-        assert (good.status, await good.json()) == (200, {"decision": "commit"})
+        decided = {"id": transaction_id, "decision": "commit"}
+        assert (good.status, await good.json()) == (200, decided)
         forged = await client.post("/txbroker/check", data=body + b" ", headers=headers)
         assert forged.status == 401
         unsigned = await client.post("/txbroker/check", data=body)
