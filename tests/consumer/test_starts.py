@@ -192,6 +192,7 @@ def test_kills_count_against_no_message_while_others_are_done() -> None:
     assert set(attempts) == {1}, "no other message failed"
 
 
+@pytest.mark.rule(37)
 @pytest.mark.parametrize("progress", [True, False])
 def test_stopped_consumers_count_no_start(progress: bool) -> None:
     fleet = Fleet(order="partition", drain_s=0.0, takes_s=0.1 if progress else 0.5)
