@@ -14,7 +14,7 @@ DELAYS_S = (10, 30, *range(60, 660, 60), 1200, 1800, 3600, 7200)
 """The 16 delays between attempts, seconds: step N is partition N of the retry topic."""
 RETRY_INTERVAL_MIN_S, RETRY_INTERVAL_MAX_S = 0.01, 30.0
 _WAIT_MAX_S = 60.0
-"""The longest pause before another attempt: a handler that was mended is called again within it."""
+"""The longest pause before another attempt: a corrected handler is called again within it."""
 _INTERVAL_S = {Order.NONE: 0.1, Order.PARTITION: 1.0, Order.KEY: 1.0}
 
 

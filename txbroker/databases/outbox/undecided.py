@@ -58,7 +58,7 @@ class UndecidedRows:
             if is_key(str(id)):
                 ids.append(str(id))
                 continue
-            # Nobody can be asked about it. With an attempt, it is still undecided.
+            # No instance can be asked about it. With an attempt, it is still undecided.
             yield Query(
                 f"UPDATE {OUTBOX} SET state = 'MESSAGE_ERROR', check_attempts = 1, cause = ? "
                 f"WHERE position = ? AND {_OF_ONE}",
