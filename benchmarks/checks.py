@@ -57,8 +57,8 @@ async def answer_http(url: str) -> None:
     from aiohttp import web
 
     async def commit(request: web.Request) -> web.Response:
-        await request.read()
-        return web.json_response({"decision": "commit"})
+        question = await request.json()
+        return web.json_response({"id": question["id"], "decision": "commit"})
 
     app = web.Application()
     app.router.add_post("/check", commit)

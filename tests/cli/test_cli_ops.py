@@ -27,7 +27,7 @@ def test_register_show_list_and_remove(ask: Call) -> None:
     assert shown == {"group": "g1", "sessions": 0, "check_url": url, "timeout_s": 2.0}
     header, row = ask("groups", "list", "-o", "wide").out.splitlines()
     assert header.split()[:3] == ["GROUP", "CHECK", "URL"]
-    assert row.split() == ["g1", url, "-", "0", "-/-/-/2", "-", "-"]
+    assert row.split() == ["g1", url, "-", "0", "-/-/-/2", "-", "-", "-"]
     removed = ask("groups", "remove", "g1", "g2", "--yes")
     assert (removed.code, removed.out) == (3, "g1\n")
     assert "g2: " in removed.err

@@ -161,8 +161,8 @@ class Service(ThreadingHTTPServer):
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 asked.append({name.lower(): value for name, value in self.headers.items()})
-                self.rfile.read(int(self.headers["content-length"]))
-                body = json.dumps(answer).encode()
+                question = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                body = json.dumps({"id": question.get("id"), **answer}).encode()
                 self.send_response(200)
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
