@@ -17,21 +17,29 @@ from txbroker.core.encoding import (
     encode_skip,
 )
 from txbroker.core.ledger import Ledger
-from txbroker.core.records import RECORD_VERSION, Record
+from txbroker.core.records import RECORD_VERSION, Claim, Record
 from txbroker.core.snapshot import SLOTS, Capture, chunk_key, closing_key
-from txbroker.door.own_topics import OUTSIDE, SHOWN_MAX, CheckpointScan
-from txbroker.door.protocols import Claimed, Door
+from txbroker.door.own_topics import OTHER_PRODUCER, OUTSIDE, SHOWN_MAX, CheckpointScan
+from txbroker.door.protocols import Claimed, Door, PromotionTxn
 from txbroker.errors import InvariantBroken, NewerRecord
 
-NEWER = encode_progress(structs.replace(progress("theirs", 99), v=RECORD_VERSION + 1))
+NEWER = RECORD_VERSION + 1
+FORGED = encode_progress(progress("theirs", 99))
 JUNK = (
     Record(PROGRESS_KEY, b"junk"),
     Record(PROGRESS_KEY, None),
     Record(PROGRESS_KEY, b'{"v": 1}'),
     Record(PROGRESS_KEY, b"[" * 100_000),
     Record(CLAIM_KEY, b"\x00\xff"),
-    Record(CLAIM_KEY, msgspec.json.encode({"v": RECORD_VERSION + 1, "claim": "theirs"})),
+    Record(CLAIM_KEY, msgspec.json.encode({"v": NEWER, "claim": "theirs"})),
+    encode_progress(structs.replace(progress("theirs", 99), v=NEWER)),
 )
+
+
+def newer_turn(claim: Claim) -> PromotionTxn:
+    """A turn by a newer version."""
+    written = turn(claim, 99)
+    return structs.replace(written, progress=structs.replace(written.progress, v=NEWER))
 
 
 class Checkpoint:
@@ -46,16 +54,27 @@ class Checkpoint:
         """Claim as a new owner."""
         return await self.partition.claim(new_claim())
 
-    async def promoted(self, op: int) -> None:
-        """Claim, and write progress."""
+    async def owned(self) -> Claim:
+        """Claim; return what was written."""
         mine = new_claim()
         await self.partition.claim(mine)
-        await commit(self.partition, turn(mine, op))
+        return mine
+
+    async def promoted(self, op: int) -> None:
+        """Claim, and write progress."""
+        await commit(self.partition, turn(await self.owned(), op))
 
     async def foreign(self, *records: Record, committed: bool | None = None) -> list[Record]:
         """Write as another client; return the newest records as they are stored."""
         await self._world.foreign(self._topic, 0, *records, committed=committed)
         return list((await self._world.visible(self._topic))[-len(records) :])
+
+    async def newer(self, times: int = 1) -> list[Record]:
+        """Write progress as an owner of a newer version; return the records as they are stored."""
+        mine = await self.owned()
+        for _ in range(times):
+            await commit(self.partition, newer_turn(mine))
+        return list((await self._world.visible(self._topic))[-times:])
 
     async def skip(self, record: Record) -> None:
         """Decide that a record is passed over."""
@@ -76,15 +95,14 @@ def checkpoint(world: Any, door: Door) -> Checkpoint:
 async def test_foreign_records_under_our_keys_are_set_aside(
     checkpoint: Checkpoint, committed: bool | None
 ) -> None:
+    """Also those that look like an owner's, of this version or of a newer one."""
     await checkpoint.promoted(7)
-    # Of a newer version, only records outside of transactions are certainly foreign.
-    noise = JUNK if committed is None else JUNK[:-1]
-    noise = (*noise, NEWER) if committed is None else noise
+    noise = (*JUNK, FORGED, encode_claim(new_claim()))
     await checkpoint.foreign(*noise, committed=committed)
     found = await checkpoint.claim()
     assert (found.progress and found.progress.op) == 7
-    # Our claim is the newest one: earlier records do not matter.
-    assert found.foreign >= len([record for record in noise if record.key == PROGRESS_KEY])
+    assert found.foreign == len(noise)
+    assert {each.why for each in found.set_aside} == {OTHER_PRODUCER if committed else OUTSIDE}
     await checkpoint.promoted(8)
     again = await checkpoint.claim()
     assert (again.progress and again.progress.op) == 8
@@ -147,7 +165,7 @@ def test_snapshot_records_existing_checkpoint(turn_op: int) -> None:
 @pytest.mark.rule(27)
 async def test_tombstone_revokes_skip_decision(checkpoint: Checkpoint) -> None:
     await checkpoint.promoted(7)
-    (stored,) = await checkpoint.foreign(NEWER, committed=True)
+    (stored,) = await checkpoint.newer()
     await checkpoint.skip(stored)
     assert len((await checkpoint.claim()).skips) == 1
     key = encode_skip("checkpoint", stored, "me", "a test").key
@@ -202,7 +220,7 @@ async def test_possibly_compacted_checkpoint_stops_partition(
 @pytest.mark.rule(27)
 async def test_newer_record_stops_partition_until_skipped(checkpoint: Checkpoint) -> None:
     await checkpoint.promoted(7)
-    first, second = await checkpoint.foreign(NEWER, NEWER, committed=True)
+    first, second = await checkpoint.newer(2)
     with pytest.raises(NewerRecord, match=f"checkpoint-0 at offset {second.offset}"):
         await checkpoint.claim()
     await checkpoint.skip(second)
@@ -213,10 +231,40 @@ async def test_newer_record_stops_partition_until_skipped(checkpoint: Checkpoint
     assert (found.progress and found.progress.op) == 7
 
 
+@pytest.mark.rule(10)
+@pytest.mark.parametrize(
+    ("claimed", "expected"),
+    [
+        pytest.param([], 99, id="neither of ours has written"),
+        pytest.param([(7, (7,))], 99, id="it may have written before producer 8"),
+        pytest.param([(7, (7,)), (8, ())], 5, id="both have written"),
+        pytest.param([(7, (7, 8))], 5, id="a claim names both"),
+        pytest.param([(6, (7, 8))], 99, id="another client's claim names both"),
+    ],
+)
+def test_former_producers_of_an_owner_count(
+    claimed: list[tuple[int, tuple[int, ...]]], expected: int
+) -> None:
+    """Kafka gives a producer a new id when its epochs are used up, or after a week without use."""
+    claims = [
+        structs.replace(encode_claim(structs.replace(new_claim(), producers=names)), producer=id)
+        for id, names in claimed
+    ]
+    written = [
+        structs.replace(encode_progress(progress("mine", 5)), producer=5),
+        *claims,
+        structs.replace(FORGED, producer=6),
+        structs.replace(encode_claim(mine := new_claim()), producer=7),
+    ]
+    scan = CheckpointScan("c-0", {7, 8})
+    scan.note([structs.replace(record, offset=n) for n, record in enumerate(written)])
+    found = scan.claimed(mine).progress
+    assert (found and found.op) == expected
+
+
 async def test_checkpoint_after_newer_one_counts(checkpoint: Checkpoint) -> None:
-    mine = new_claim()
-    await checkpoint.partition.claim(mine)
-    await checkpoint.foreign(NEWER, committed=True)
+    mine = await checkpoint.owned()
+    await commit(checkpoint.partition, newer_turn(mine))
     await commit(checkpoint.partition, turn(mine, 8))
     found = await checkpoint.claim()
     assert (found.progress and found.progress.op) == 8

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.contract.door_records import claimed, commit
 from tests.kit.service import FakeEndpoint, Service
 from tests.kit.until import until
-from txbroker.core.encoding import encode_progress, encode_skip
+from txbroker.core.encoding import PROGRESS_KEY, encode_skip
 from txbroker.core.records import RECORD_VERSION, Checkpoint, Message, Record
 from txbroker.core.routing import make_id
+from txbroker.door.protocols import PromotionTxn
 from txbroker.errors import OwnerUnavailable
 
 NOISE = (Record(b"key", b"value"), Record(None, None), Record(b"\xff", b"{", (("txb-v", b"?"),)))
@@ -61,16 +63,19 @@ async def test_stopped_partition_resumes_after_skip(service: Service, topic: str
     world = service.world
     await goes_through(service, topic)
     checkpoint, op = world.name("checkpoint"), world.name("op")
-    newer = encode_progress(Checkpoint(RECORD_VERSION + 1, "theirs", 0, 0))
-    await world.foreign(checkpoint, 0, newer, committed=True)
     id = make_id(1, 1, 1).encode()
     await world.foreign(op, 1, Record(id, b'{"v": %d}' % (RECORD_VERSION + 1)))
     await service.stop()
+    door = await world.door()
+    owned, mine = await claimed(door)
+    newer = Checkpoint(RECORD_VERSION + 1, mine.claim, 0, 0)
+    await commit(owned, PromotionTxn((), (), newer))
+    await door.close()
     await service.start(ready=False)
     await until(lambda: states(service, "newer", "newer"))
     readyz = await service.get("/readyz")
     assert "docs/operate/repair.md" in readyz["problems"][0]
-    written = (("checkpoint", checkpoint, newer.key), ("op", op, id))
+    written = (("checkpoint", checkpoint, PROGRESS_KEY), ("op", op, id))
     for partition, (log, name, key) in enumerate(written):
         record = [each for each in await world.visible(name, partition) if each.key == key][-1]
         skip = encode_skip(log, record, "me", "a test")

@@ -50,8 +50,10 @@ async def test_stopping_records_are_found_and_skipped(world: KafkaHarness) -> No
     await partition.claim(claim)
     progress = Checkpoint(RECORD_VERSION, "mine", 3, 3)
     await (await partition.write(PromotionTxn((), (), progress))).visible()
-    newer = encode_progress(structs.replace(progress, v=NEWER))
-    await world.foreign(world.name("checkpoint"), 1, newer, committed=True)
+    written = PromotionTxn((), (), structs.replace(progress, v=NEWER))
+    await (await partition.write(written)).visible()
+    newer, forged = encode_progress(written.progress), structs.replace(progress, op=99)
+    await world.foreign(world.name("checkpoint"), 1, encode_progress(forged), committed=True)
     await world.foreign(world.name("checkpoint"), 2, newer, Record(b"progress", b"junk"))
     await world.foreign(world.name("half"), 1, Record(b"k", b"junk"), HALF)
     await world.foreign(world.name("op"), 1, Record(b"k", b"{"), MARKER)
@@ -70,7 +72,12 @@ async def test_stopping_records_are_found_and_skipped(world: KafkaHarness) -> No
     aside = [each for each in await repair.find(set_aside=True) if each not in found]
     assert await repair.set_aside() == aside
     assert [each.at for each in aside] == [
-        f"{world.name(name)}/2@{offset}" for name in ("checkpoint", "parked") for offset in (0, 1)
+        f"{world.name('checkpoint')}/1@6",
+        *(
+            f"{world.name(name)}/2@{offset}"
+            for name in ("checkpoint", "parked")
+            for offset in (0, 1)
+        ),
     ]
     assert found[1].at == f"{world.name('half')}/1@1"
     with pytest.raises(NewerRecord):

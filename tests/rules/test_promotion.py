@@ -38,9 +38,8 @@ from txbroker.errors import BadTarget, KafkaUnavailable, Overloaded, TooLarge
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.producer import Producer, ProducerFenced, Stored
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.client.shared_writes import SharedWrites
 from txbroker.kafka.door.open_transactions import OpenTransactionGuard
-from txbroker.kafka.door.partition import KafkaPartitionDoor
+from txbroker.kafka.door.partition import producers_of
 from txbroker.kafka.door.pipelined_writer import KafkaPromotionTxn, PipelinedTxnWriter
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import Body
@@ -57,13 +56,8 @@ def test_transactional_ids_name_installation_and_time_out() -> None:
     settings = KafkaSettings(
         bootstrap_servers=("127.0.0.1:1",), instance_id="one", half_topic="shop.half"
     )
-    client = Client(settings)
-    shared = SharedWrites(client)
-    door = KafkaPartitionDoor(client, 7, lambda _: 1000, lambda _: None, shared, StableEnds(client))
-    assert [door._producer(side)._transactional_id for side in "ab"] == [
-        "shop.half-7-a",
-        "shop.half-7-b",
-    ]
+    producers = producers_of(Client(settings), 7, "p7/")
+    assert [one._transactional_id for one in producers] == ["shop.half-7-a", "shop.half-7-b"]
     assert settings.transaction_timeout_s == 15.0
     assert settings.request_timeout_s <= 5.0
 

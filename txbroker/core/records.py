@@ -401,12 +401,17 @@ def anchor_of(record: Record) -> Anchor:
 
 
 class Claim(Struct, frozen=True):
-    """The first record of an owner: once it is readable, all earlier owners are fenced."""
+    """The first record of an owner: once it is readable, all earlier owners are fenced.
+
+    Attributes:
+        producers: ids of the owner's producers, which the door fills in.
+    """
 
     v: int
     claim: str
     owner: str
     url: str
+    producers: tuple[int, ...] = ()
 
 
 class Checkpoint(Struct, frozen=True):

@@ -6,7 +6,7 @@ holds, besides the groups, one record with the number of half partitions.
 
 import contextlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 from msgspec import Struct, structs
@@ -35,6 +35,7 @@ _LAYOUT_VERSION = 1
 CHECKPOINT = "checkpoint"
 _PER_HALF = ("half", "op", CHECKPOINT)
 OUTSIDE = "it was written outside of a Kafka transaction"
+OTHER_PRODUCER = "its producer is none of the partition's owners"
 SHOWN_MAX = 10
 """Records of other clients that are shown of each kind; the rest is counted."""
 _LOSES_NEWEST = (
@@ -72,12 +73,21 @@ class CheckpointScan:
     written, or an unreadable one of our producers, stops the partition, unless an operator has
     decided to skip it.
 
+    Kafka gives the id of a producer to the user of its transactional id alone, and none a second
+    time. So once each of the current producers has written, or is named by a claim of one of them,
+    every record of another producer is another client's.
+
     Args:
         name: of the partition, for messages.
+        producers: ids that Kafka has for the transactional ids of the partition; none if it has
+            forgotten one.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, producers: Collection[int] = ()) -> None:
         self._name = name
+        self._current = frozenset(producers)
+        self._unseen = set(producers)
+        """Current producers that may have followed others since the last record."""
         self._ours: set[int] = set()
         """Producers that have written claims or checkpoints."""
         self._newest: dict[bytes | None, Record] = {}
@@ -120,6 +130,8 @@ class CheckpointScan:
             newer, why = isinstance(error, NewerVersion), str(error)
         if record.producer < 0:
             self._outside[key].note(ForeignRecord(record, OUTSIDE), copy=value is not None)
+        elif self._current and not self._unseen and record.producer not in self._current:
+            self._outside[key].note(ForeignRecord(record, OTHER_PRODUCER), copy=False)
         elif value is None:
             found = _Doubtful(structs.replace(record, skipped=0), newer, why)
             self._doubtful[key].append(found)
@@ -127,6 +139,9 @@ class CheckpointScan:
             self._newest[key], self._values[key] = record, value
             self._doubtful[key].clear()
             self._ours.add(record.producer)
+            if record.producer in self._current:
+                named = value.producers if isinstance(value, Claim) else ()
+                self._unseen.difference_update((record.producer, *named))
 
     @property
     def foreign(self) -> int:
@@ -255,7 +270,7 @@ class _Doubtful(Struct, frozen=True):
 
 
 class _Outside:
-    """Records with one of our keys that were written outside of Kafka transactions."""
+    """Records with one of our keys that another client certainly wrote."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -298,11 +298,12 @@ class MemoryPartitionDoor:
         if not self._kafka.holds(self._id, writer):
             raise Fenced("another owner claimed at the same time")
         transaction = self._kafka.begin(self._id)
+        claim = structs.replace(claim, producers=(transaction.producer,))
         records = [encode_claim(claim)]
         at = self._kafka.write(self._checkpoint, self.partition, records, transaction)
         self._kafka.end(transaction, committed=True)
         await self._seen(at)
-        scan = CheckpointScan(f"{self._checkpoint}-{self.partition}")
+        scan = CheckpointScan(f"{self._checkpoint}-{self.partition}", claim.producers)
         log = self._kafka.partition(self._checkpoint, self.partition)
         records = log.read(log.begin, log.stable_end, producers=True)
         scan.note(_placed(records, log.begin))

@@ -6,6 +6,8 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
+from msgspec import structs
+
 from txbroker.core.encoding import encode_claim
 from txbroker.core.records import Cause, Claim, Record
 from txbroker.door.own_topics import CheckpointScan
@@ -51,14 +53,22 @@ _NUMBERS = itertools.count()
 """Makes channel names unique, so that closing an old door closes no channel of a new one."""
 
 
-async def read_checkpoint(reader: Reader) -> CheckpointScan:
+def producers_of(client: Client, partition: int, channel: str) -> tuple[Producer, Producer]:
+    """Return the producers of a half partition, not started."""
+    ids = (f"{client.settings.half_topic}-{partition}-{side}" for side in "ab")
+    first, second = (Producer(client, f"{channel}{id[-1]}", id) for id in ids)
+    return first, second
+
+
+async def read_checkpoint(reader: Reader, producers: Collection[int]) -> CheckpointScan:
     """Read a whole partition of the checkpoint topic.
 
     Args:
         reader: with `producers`.
+        producers: see `CheckpointScan`.
     """
     for _attempt in range(_TRUNCATED_RETRIES):
-        scan = CheckpointScan(reader.name)
+        scan = CheckpointScan(reader.name, producers)
         start, end = await reader.start(), await reader.stable_end()
         try:
             async for records in reader.read(start, end):
@@ -142,13 +152,14 @@ class KafkaPartitionDoor(PartitionDoor):
         await self._retire()
         failpoint("claim.beginning")
         backoff = Backoff(self._settings.claim_timeout_s, _PAUSE_S, _PAUSE_MAX_S)
-        producers = (self._producer("a"), self._producer("b"))
+        producers = producers_of(self._client, self.partition, self._channel)
         try:
             for producer in producers:
                 await producer.start(backoff)
                 failpoint("claim.fenced")
             guard = OpenTransactionGuard(self._client, f"{self._channel}guard", producers)
             await self._verify_own_topics(guard, backoff)
+            claim = structs.replace(claim, producers=tuple(one.id for one in producers))
             stored = await self._write_claim(producers[0], claim, backoff)
         except ProducerFenced:
             raise Fenced("another owner claimed at the same time") from None
@@ -163,10 +174,6 @@ class KafkaPartitionDoor(PartitionDoor):
             self._client, self.partition, producers, self._bytes_max, guard, self._stable
         )
         return claimed
-
-    def _producer(self, side: str) -> Producer:
-        transactional_id = f"{self._settings.half_topic}-{self.partition}-{side}"
-        return Producer(self._client, self._channel + side, transactional_id)
 
     async def _verify_own_topics(self, guard: OpenTransactionGuard, backoff: Backoff) -> None:
         """Wait until our own topics hold no open transaction of an earlier claim.
@@ -210,7 +217,7 @@ class KafkaPartitionDoor(PartitionDoor):
 
     async def _read_progress(self, claim: Claim) -> Claimed:
         """Read to the end: only our own record proves the time of the claim."""
-        return (await read_checkpoint(self._checkpoint)).claimed(claim)
+        return (await read_checkpoint(self._checkpoint, claim.producers)).claimed(claim)
 
     # --- snapshots ---------------------------------------------------------------------------
 

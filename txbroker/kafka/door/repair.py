@@ -19,7 +19,8 @@ from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.door.log import KafkaLog
-from txbroker.kafka.door.partition import read_checkpoint
+from txbroker.kafka.door.partition import producers_of, read_checkpoint
+from txbroker.net.timers import Backoff
 
 _CHANNEL = "repair"
 _LOSES = {
@@ -80,7 +81,7 @@ class Repair:
         """Return the set-aside records of `find`, without reading the half and op topics."""
         records = []
         for number in await self._partitions():
-            scan = await read_checkpoint(self._reader(CHECKPOINT, number))
+            scan = await self._checkpoint(number)
             stops = [*_in_checkpoint(scan), *await self._in_parked(number, scan)]
             records += [Found(self._topics[stop.log], number, stop) for stop in stops]
         return [record for record in records if record.stop.code == SET_ASIDE]
@@ -96,8 +97,16 @@ class Repair:
         topic = self._topics[log]
         return Reader(self._client, topic, number, f"{_CHANNEL}/{log}", producers=True)
 
+    async def _checkpoint(self, number: int) -> CheckpointScan:
+        backoff = Backoff(
+            self._client.settings.claim_timeout_s, self._client.settings.retry_backoff_s
+        )
+        producers = producers_of(self._client, number, f"{_CHANNEL}/")
+        known = {await one.known_id(backoff) for one in producers}
+        return await read_checkpoint(self._reader(CHECKPOINT, number), () if -1 in known else known)
+
     async def _partition(self, number: int) -> AsyncIterator[Stop]:
-        scan = await read_checkpoint(self._reader(CHECKPOINT, number))
+        scan = await self._checkpoint(number)
         for stop in _in_checkpoint(scan):
             yield stop
         op, half = self._reader("op", number), self._reader("half", number)
