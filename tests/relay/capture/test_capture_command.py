@@ -16,19 +16,12 @@ from tests.kit.cli import Call, Result, running
 from tests.kit.database_servers import MariaServer
 from tests.kit.topic_reader import create_topic, read_topics
 from tests.kit.until import DEADLINE_S, unique
-from tests.relay.capture.maria_world import BINLOG, MariaWorld
+from tests.relay.capture.maria_world import MariaWorld
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
 from txbroker.embedded import EmbeddedKafka
 
 pytestmark = pytest.mark.full
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[MariaServer]:
-    """A server with a binary log."""
-    with MariaServer(**BINLOG) as running:
-        yield running
 
 
 class Shop(NamedTuple):

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kit.database_servers import MariaServer
 from tests.kit.until import DEADLINE_S, until
 from tests.relay.capture.deliveries import read, read_until
-from tests.relay.capture.maria_world import BINLOG, MariaWorld
+from tests.relay.capture.maria_world import MariaWorld
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.door.placing import Refusal
 from txbroker.errors import ConfigurationError
@@ -25,21 +23,6 @@ from txbroker.relay.source import DeliveryRefused
 
 pytestmark = pytest.mark.full
 LARGE = 100_000
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[MariaServer]:
-    """A server with a binary log."""
-    with MariaServer(**BINLOG) as running:
-        yield running
-
-
-@pytest.fixture
-async def maria(server: MariaServer, tmp_path: Path) -> AsyncIterator[MariaWorld]:
-    """A database that is captured."""
-    world = MariaWorld(server, tmp_path)
-    yield world
-    await world.close()
 
 
 # --- transactions ----------------------------------------------------------------------------

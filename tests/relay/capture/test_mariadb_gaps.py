@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.kit.database_servers import MariaServer
 from tests.relay.capture.deliveries import read, read_until
-from tests.relay.capture.maria_world import ALL, BINLOG, MariaWorld
+from tests.relay.capture.maria_world import ALL, MariaWorld
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.changes import CapturedTable
 from txbroker.relay.capture.maria.statements import definition_gaps, read_statement
 from txbroker.relay.capture.setup import StepState, refusals
 
 full = pytest.mark.full
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[MariaServer]:
-    """A server with a binary log."""
-    with MariaServer(**BINLOG) as running:
-        yield running
-
-
-@pytest.fixture
-async def maria(server: MariaServer, tmp_path: Path) -> AsyncIterator[MariaWorld]:
-    """A database that is captured."""
-    world = MariaWorld(server, tmp_path)
-    yield world
-    await world.close()
 
 
 # --- what statements do ----------------------------------------------------------------------

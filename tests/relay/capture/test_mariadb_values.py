@@ -6,36 +6,19 @@ import base64
 import ipaddress
 import random
 import struct
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kit.database_servers import MariaServer
 from tests.relay.capture.deliveries import read_until
-from tests.relay.capture.maria_world import BINLOG, MariaWorld
+from tests.relay.capture.maria_world import MariaWorld
 from txbroker.errors import ConfigurationError
 
 pytestmark = pytest.mark.full
 DRAWN = 12
 """Random values of a type beside its extremes."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[MariaServer]:
-    """A server with a binary log."""
-    with MariaServer(**BINLOG) as running:
-        yield running
-
-
-@pytest.fixture
-async def maria(server: MariaServer, tmp_path: Path) -> AsyncIterator[MariaWorld]:
-    """A database that is captured."""
-    world = MariaWorld(server, tmp_path)
-    yield world
-    await world.close()
 
 
 # --- types -----------------------------------------------------------------------------------
