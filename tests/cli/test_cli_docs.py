@@ -157,4 +157,4 @@ def test_the_tutorial(tmp_path: Path) -> None:
         finally:
             answering.kill()
             answering.wait()
-    assert f'"id":"{ids[1]}"' in output.read_text()
+    assert f"'id': '{ids[1]}'" in output.read_text()

@@ -47,7 +47,7 @@ class Truth:
         self._recorder = recorder
         self.answered: Counter[str] = Counter()
 
-    def answer(self, id: str, token: str, group: str) -> str:
+    def answer(self, id: str, token: str, group: str, attempt: int) -> str:
         """Return `commit`, `rollback`, `unknown` or `not yet`, and write it down."""
         draw = hashlib.sha256(token.encode()).digest()
         first = self.answered[id] == 0
@@ -57,13 +57,14 @@ class Truth:
             decision = "unknown"
         elif first and draw[1] % 4 == 1:
             decision = "not yet"
-        self._recorder.history.asked.append(Asked(id, time.time(), decision))
+        self._recorder.history.asked.append(Asked(id, time.time(), decision, attempt))
         return decision
 
     def check(self, request: CheckRequest) -> Decision | NotYet:
         """The SDK's check function."""
         (token,) = (value for name, value in request.messages[0].headers if name == "token")
-        decision = self.answer(request.id, (token or b"").decode(), request.group)
+        given = (token or b"").decode()
+        decision = self.answer(request.id, given, request.group, request.attempt)
         return NotYet(1.0) if decision == "not yet" else Decision(decision)
 
     async def post(self, request: web.Request) -> web.Response:
@@ -75,7 +76,7 @@ class Truth:
             # By contract: not handled. The attempt is given back.
             self.answered[asked["id"]] += 1
             return web.Response(status=503)
-        decision = self.answer(asked["id"], token, asked["group"])
+        decision = self.answer(asked["id"], token, asked["group"], asked["attempt"])
         if fate == 1 and request.transport is not None:
             request.transport.abort()
         if decision == "not yet":

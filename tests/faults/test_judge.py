@@ -295,7 +295,7 @@ def test_every_invariant_has_a_crime() -> None:
 
 
 def test_legal_runs_have_no_violation() -> None:
-    """Not answered, given up, waiting for a leader, or not at rest yet."""
+    """Not answered, given up, waiting for a leader, not at rest yet, or another instance asked."""
     run = sound()
     run.call("commit", 3, 17_000, result="unknown", code="owner_unavailable")
     run.call("prepare", 98, 17_000, result="invoke", ended=0.0)
@@ -307,6 +307,10 @@ def test_legal_runs_have_no_violation() -> None:
     assert run.judge() == []
     run.prepare(9, at_ms=17_000)
     run.options["settled"] = False
+    asked = run.history.asked
+    (first,) = (each for each in asked if each.id == make_id(6))
+    asked.remove(first)
+    asked += [Asked(make_id(6), at(1080), "unknown", 1), replace(first, attempt=1)]
     assert run.judge() == []
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .log import DECIDING, Tx, read_log
+from .log import DECIDING, Attempt, Tx, read_log
 from .records import (
     Asked,
     Body,
@@ -319,11 +319,16 @@ class Judge:
     # --- I8, I9 --------------------------------------------------------------------------
 
     def _attempts(self, tx: Tx) -> Iterator[Fault]:
-        free = list(tx.accepted)
+        free, in_vain = list(tx.accepted), list[Attempt]()
         asked: Counter[int] = Counter()
         for check in sorted(self.asked.get(tx.id, ()), key=lambda check: check.at):
             by_then = check.at * 1000 + self.clock_apart_ms
             mine = [a for a in free if a.at_ms <= by_then and check.attempt in (0, a.count)]
+            again = [a for a in in_vain if check.attempt == a.count]
+            if not mine and again:  # an attempt asks another instance after an "unknown"
+                if check.answer != "unknown":
+                    in_vain.remove(again[-1])
+                continue
             if not mine:
                 refused = any(at_ms <= by_then for at_ms in tx.early)
                 why = f"asked without an accepted attempt: {check}"
@@ -331,6 +336,8 @@ class Judge:
                 return
             # The newest: one that was given back freed its count for a later round.
             free.remove(mine[-1])
+            if check.answer == "unknown":
+                in_vain.append(mine[-1])
             asked[mine[-1].round] += check.answer != "not yet"
             if asked[mine[-1].round] > tx.attempts_max:
                 yield "I8", tx.id, f"asked {tx.attempts_max + 1} times in one round"
