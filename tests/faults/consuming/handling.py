@@ -23,6 +23,10 @@ HANDLER = "handler"
 Write = Callable[..., None]
 
 
+class Planned(ValueError):
+    """A message's value asks for it."""
+
+
 class Plans:
     """The meaning of messages' values.
 
@@ -56,9 +60,9 @@ class Plans:
         if self.healed:
             return None
         if what.get("fails_until", 0.0) > time.time():
-            return ValueError("not yet")
+            return Planned("not yet")
         if what.get("flaky") and message.attempt == 1:
-            return ValueError("once")
+            return Planned("once")
         if (seconds := what.get("later_s")) and message.attempt == 1:
             return Later(seconds)
         return None
@@ -70,11 +74,11 @@ class Plans:
         if self.healed or what.get("stage") != number:
             return None
         if what.get("stage_fails_until", 0.0) > time.time():
-            return ValueError("stage: not yet")
+            return Planned("stage: not yet")
         if at in self._stages_failed:
             return None
         self._stages_failed.add(at)
-        return ValueError("stage: once")
+        return Planned("stage: once")
 
 
 def instructions(message: ReceivedMessage) -> dict[str, Any]:
@@ -104,7 +108,7 @@ class Calls:
         except Reject:
             result = "reject"
             raise
-        except ValueError:
+        except Planned:
             result = "error"
             raise
         finally:
