@@ -27,7 +27,8 @@ END_S = 30.0
 ANSWER_S = 90.0
 RUBBISH = ("Traceback", "Task was destroyed", "never retrieved", "never awaited")
 _PLANNED = re.compile(
-    r"message failed +error=['\"](\S*\.(?:Planned|Reject)): .*\n(?:(?!\d{4}-).*\n)*?\1: .*"
+    r"(?:message failed|batch divided) +error=['\"](\S*\.(?:Planned|Reject|SessionChanged)): .*\n"
+    r"(?:(?!\d{4}-).*\n)*?\1: .*"
 )
 """What a consumer logs of an error that a handler is to raise, with its traceback."""
 

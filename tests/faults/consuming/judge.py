@@ -6,10 +6,12 @@ It imports nothing of txbroker, and reads copies and positions by their document
 from __future__ import annotations
 
 import base64
+import json
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +27,8 @@ RESUMED_S = 1.0
 COMMITTED_S, LEADER_S = 1.0, 10.0
 """When done messages are committed if nothing is wrong; and the time after which a leader of a
 group that does not answer is replaced, at most."""
+FAIR_S = 5.0
+"""The time before `due` in which a fault may excuse it."""
 STARVED_MESSAGES, STARVED_S = 1000, 60.0
 """As many messages, and for as long, may others of the partition go first."""
 
@@ -99,6 +103,7 @@ class Try:
     begin: float
     end: float = float("inf")
     result: str = ""
+    attempt: int = 1
 
     @property
     def effect(self) -> bool:
@@ -141,6 +146,7 @@ def read_history(lines: Sequence[Mapping[str, Any]]) -> History:
                 line["key"],
                 line["instance"],
                 line["at"],
+                attempt=line.get("attempt", 1),
             )
             calls[line["instance"], line["call"]] = at
             history.tries.append(at)
@@ -211,6 +217,7 @@ class Judge:
             self._order,
             self._overlaps,
             self._starvation,
+            partial(late_begins, self.topics.source, self.history),
             self._repeats,
             self._copies_once,
             self._low_water,
@@ -573,6 +580,24 @@ class Judge:
         )
 
 
+# --- I19: fairness -----------------------------------------------------------------------------
+
+
+def late_begins(records: Sequence[Rec], history: History) -> Iterator[Violation]:
+    """Messages that name a time, `due`, begin before it unless a fault comes between."""
+    begins: dict[Source, float] = {}
+    for each in history.tries:
+        begins.setdefault(each.source, each.begin)
+    for record in records:
+        source = (record.topic, record.partition, record.offset)
+        due = instructions(record).get("due")
+        begin = begins.get(source, float("inf"))
+        if due is None or begin <= due:
+            continue
+        if not any(fault.begin <= begin and fault.end >= due - FAIR_S for fault in history.faults):
+            yield Violation("I19", text(source), f"begun {begin - due:.3f} s later than is fair")
+
+
 # --- formats -----------------------------------------------------------------------------------
 
 Position = tuple[int, list[tuple[int, int]]]
@@ -595,7 +620,7 @@ def position(offset: int, metadata: str) -> Position:
 def later_position(offset: int, metadata: str) -> Position | None:
     """Return the low-water mark and the done ranges of later stages; None if they are the same."""
     parts = metadata.split(":")
-    if len(parts) < 6:
+    if len(parts) < 6 or not parts[5]:  # what follows are starts without progress
         return None
     before, *numbers = _numbers(parts[5])
     return offset - before, _ranges(offset - before, numbers)
@@ -639,6 +664,12 @@ def first_of_higher(first: Mapping[int, float]) -> dict[int, float]:
 def token_of(metadata: str) -> int:
     """Return the token in the metadata of an offset, -1 without."""
     return int(metadata.split(":")[1]) if metadata else -1
+
+
+def instructions(record: Rec) -> dict[str, Any]:
+    """Return what a message asks of its handler, {} if it is none of a fleet."""
+    found = json.loads(record.value) if record.value.startswith("{") else {}
+    return dict(found)
 
 
 def header(record: Rec, name: str) -> str | None:

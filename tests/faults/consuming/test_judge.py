@@ -104,6 +104,12 @@ def test_judge_imports_only_the_standard_library() -> None:
 # --- sound runs ------------------------------------------------------------------------------
 
 
+def late_by_a_fault(run: Run) -> None:
+    """A message that has a time begins later, while an owner is replaced."""
+    good_too_late(run)
+    run.fault("stopped", 11.5, 12.6, by="c2")
+
+
 def crashed(run: Run) -> None:
     """What a killed owner had done and not committed is done again by the next one."""
     run.call(7, 17.8, result="")
@@ -182,7 +188,17 @@ def nothing(run: Run) -> None: ...
 @pytest.mark.parametrize(
     "change",
     [
-        *(nothing, crashed, stopped, resumed, set_aside, released, waiting, buried),
+        *(
+            nothing,
+            crashed,
+            late_by_a_fault,
+            stopped,
+            resumed,
+            set_aside,
+            released,
+            waiting,
+            buried,
+        ),
         *(lost_at_most_once, overflowed, leaderless),
     ],
 )
@@ -273,6 +289,11 @@ def starved(run: Run) -> None:
     run.lines, run.stored = [], []
     for offset in (0, *range(2, 1200), 1, *range(1200, 1300)):
         run.call(offset, 100 + offset / 100 if offset != 1 else 111.995, takes_s=0.001)
+
+
+def good_too_late(run: Run) -> None:
+    """Messages of keys that fail went first."""
+    run.source[3] = Rec("orders", 0, 3, "b", value='{"n": 3, "due": 12.5}')
 
 
 def old_token(run: Run) -> None:
@@ -373,6 +394,7 @@ def aside_out_of_order(run: Run) -> None:
         (back_by_one_owner, "I19"),
         (two_of_a_key, "I19"),
         (starved, "I19"),
+        (good_too_late, "I19"),
         (old_token, "I21"),
         (effect_after_takeover, "I21"),
         (overlap, "I21"),
@@ -393,3 +415,15 @@ def test_planted_crime_is_found_by_its_rule(crime: Callable[[Run], None], rule: 
     run = sound()
     crime(run)
     assert set(run.judged()) == {rule}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("txb1:1:topic:0:", None),
+        ("txb1:1:topic:0:::2.9.0", None),  # starts without progress
+        ("txb1:1:topic:0::AgED", (7, [(8, 11)])),
+    ],
+)
+def test_position_of_later_stages(text: str, expected: judge.Position | None) -> None:
+    assert judge.later_position(9, text) == expected
