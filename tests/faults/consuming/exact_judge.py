@@ -40,7 +40,7 @@ from tests.faults.consuming.judge import (
 FAILS = frozenset(("reject", "fails_until", "flaky", "later_s", "session", "stage"))
 """What a message's value names if a handler is to fail."""
 CALLS_MAX = 12
-"""Of a message by one owner, if it fails."""
+"""Of a message by one owner, before it has failed once."""
 
 
 @dataclass(frozen=True)
@@ -320,14 +320,14 @@ class ExactJudge:
             if seen != sessions[0][1]:
                 yield Violation("E7", text(source), f"met {seen}, not {sessions[0][1]}")
         calls: Counter[tuple[Any, ...]] = Counter(
-            (each.source, each.place, each.token) for each in self._outcome.tries
+            (each.source, each.place, each.token, each.attempt) for each in self._outcome.tries
         )
-        for (source, _place, token), count in calls.items():
+        for (source, _place, token, _attempt), count in calls.items():
             record = self._records.get(source)
             if record is None or self._outcome.waits or count <= CALLS_MAX:
                 continue
             if "session" in instructions(record):
-                why = f"called {count} times by the owner with token {token}: it has not failed"
+                why = f"called {count} times with token {token}, and has not failed"
                 yield Violation("E7", text(source), why)
 
     def _innocent(self) -> Iterator[Violation]:

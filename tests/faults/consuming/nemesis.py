@@ -153,6 +153,8 @@ class Nemesis:
 
     async def _load(self, kind: str) -> None:
         """Let messages of a kind come, and wait until they are worked off."""
+        for instance in self._fleet.instances:
+            await self._fleet.ready(instance, self._moment_s)
         self._fleet.load, self._fleet.load_until = kind, time.time() + _LOAD_S
         await asyncio.sleep(_LOAD_S)
         self._fleet.load = ""
