@@ -51,6 +51,8 @@ from txbroker.databases.steps import run
 BEHIND_MAX = 1500
 STAGE_SHARE, STAGE_FAILS_S = 0.04, 3.0
 SESSION_SHARE = 0.2
+FATAL_S = {"wait": (0.1, 0.6), "aside": (5.0, 15.0)}
+"""For how long a changed session keeps a message from being stored; otherwise for ever."""
 SLOW_S, SINGLE_SLOW_S = 0.6, 0.05
 
 
@@ -163,8 +165,8 @@ class ExactFleet(Fleet):
         """Let a message change its session; those that fail have few keys."""
         value: dict[str, Any] = {"n": number, "early": False}
         value["session"] = self.fate.choice((FATAL if fatal else CHANGES)[self.case.store])
-        if self.case.on_failure == "wait":
-            value["session_until"] = time.time() + self.fate.uniform(0.1, 0.6)
+        if fatal and self.case.on_failure in FATAL_S:
+            value["session_until"] = time.time() + self.fate.uniform(*FATAL_S[self.case.on_failure])
         return f"fatal-{number % 4}" if fatal else key, value
 
     # --- stored results ----------------------------------------------------------------------

@@ -71,9 +71,8 @@ class Plans:
     def session(self, message: ReceivedMessage) -> str | None:
         """Return what changes the session."""
         what = instructions(message)
-        fails = what.get("session_until", math.inf) > time.time() and not self.healed
-        found: str | None = what.get("session") if fails else None
-        return found
+        found: str | None = what.get("session")
+        return found if what.get("session_until", math.inf) > time.time() else None
 
     def stage_error(self, number: int, message: ReceivedMessage) -> Exception | None:
         """Return what a later stage raises: the first time, or until a time."""
