@@ -20,7 +20,6 @@ from confluent_kafka.admin import OffsetSpec
 
 from tests.faults.consuming.instance import COMMIT_S, Exact, Given
 from tests.faults.consuming.judge import (
-    FAIR_S,
     History,
     Judge,
     Rec,
@@ -52,8 +51,9 @@ MANY, MANY_ASIDE = 4000, 2400
 """Keys that fail: in each partition fewer than a consumer sets aside."""
 KEYS_FAIL, SESSIONS_CHANGED = "keys fail", "sessions changed"
 """Kinds of load."""
-MANY_TIMES, GOOD_SHARE = 3.0, 0.25
-"""While keys fail: how many more messages there are, and the share of good ones."""
+MANY_TIMES, GOOD_SHARE, SLOWLY_S = 3.0, 0.25, 0.1
+"""While keys fail: how many more messages there are, the share of good ones, and how long a failing
+one takes where there is no transaction."""
 LAG_S = 3.0
 """How long a commit may take after its interval, on a busy machine."""
 
@@ -298,9 +298,10 @@ class Fleet(Processes):
         """Give a message its own key, which fails or is good."""
         aside = self.case.on_failure == "aside"
         if self.fate.random() < GOOD_SHARE or self.many >= (MANY_ASIDE if aside else MANY):
-            return f"good-{self.produced}", {**value, "due": time.monotonic() + FAIR_S}
+            return f"good-{self.produced}", {**value, "at": time.monotonic()}
         self.many += 1
-        return f"bad-{self.produced}", {**value, "fails_until": self.load_until}
+        slow = {} if self.case.store else {"takes_s": SLOWLY_S}
+        return f"bad-{self.produced}", {**value, **slow, "fails_until": self.load_until}
 
     async def _watch(self) -> None:
         while True:

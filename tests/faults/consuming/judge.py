@@ -27,8 +27,10 @@ RESUMED_S = 1.0
 COMMITTED_S, LEADER_S = 1.0, 10.0
 """When done messages are committed if nothing is wrong; and the time after which a leader of a
 group that does not answer is replaced, at most."""
-FAIR_S = 5.0
-"""The time before `due` in which a fault may excuse it."""
+FAIR_S, FETCHED_S = 4.0, 2.0
+"""A message that begins within this time is not late; when it has arrived at its consumer."""
+ROUND, ROUNDS = 128, 4
+"""Calls of others that a message may wait for: once, and with each message before it."""
 STARVED_MESSAGES, STARVED_S = 1000, 60.0
 """As many messages, and for as long, may others of the partition go first."""
 
@@ -584,18 +586,28 @@ class Judge:
 
 
 def late_begins(records: Sequence[Rec], history: History) -> Iterator[Violation]:
-    """Messages that name a time, `due`, begin before it unless a fault comes between."""
-    begins: dict[Source, float] = {}
+    """A message that names the time `at` which it was produced waits for the earlier ones of its
+    partition, and for one round of the others, unless a fault comes between."""
+    first: dict[Source, float] = {}
+    begins: dict[Place, list[float]] = defaultdict(list)
     for each in history.tries:
-        begins.setdefault(each.source, each.begin)
-    for record in records:
-        source = (record.topic, record.partition, record.offset)
-        due = instructions(record).get("due")
-        begin = begins.get(source, float("inf"))
-        if due is None or begin <= due:
+        first.setdefault(each.source, each.begin)
+        begins[each.place].append(each.begin)
+    earlier: dict[Place, list[float]] = defaultdict(list)
+    for record in sorted(records, key=lambda each: each.offset):
+        place, at = (record.topic, record.partition), instructions(record).get("at")
+        begin = first.get((*place, record.offset))
+        if begin is None:
             continue
-        if not any(fault.begin <= begin and fault.end >= due - FAIR_S for fault in history.faults):
-            yield Violation("I19", text(source), f"begun {begin - due:.3f} s later than is fair")
+        if at is not None and begin > at + FAIR_S:
+            arrived, calls = at + FETCHED_S, begins[place]
+            count = bisect_left(calls, begin) - bisect_left(calls, arrived)
+            due = sum(arrived <= each <= begin for each in earlier[place])
+            broken = any(fault.begin <= begin and fault.end >= at for fault in history.faults)
+            if count > ROUNDS * due + ROUND and not broken:
+                why = f"begun after {count} calls of its partition in {begin - at:.1f} s, {due} due"
+                yield Violation("I19", text((*place, record.offset)), why)
+        earlier[place].append(begin)
 
 
 # --- formats -----------------------------------------------------------------------------------

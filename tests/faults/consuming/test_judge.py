@@ -104,10 +104,25 @@ def test_judge_imports_only_the_standard_library() -> None:
 # --- sound runs ------------------------------------------------------------------------------
 
 
+def good_behind_others(run: Run, calls: int) -> None:
+    """A good message waits while another one fails again and again."""
+    run.source.append(Rec("orders", 0, 8, "good", value='{"n": 8, "at": 30.0}'))
+    run.source.append(Rec("orders", 0, 9, "bad", value='{"n": 9}'))
+    for number in range(calls):
+        run.call(9, 33 + number / 100, result="error", takes_s=0.001)
+    run.call(8, 36)
+    run.call(9, 37)
+    run.store(42.0, 10)
+
+
+def good_after_one_round(run: Run) -> None:
+    good_behind_others(run, 120)
+
+
 def late_by_a_fault(run: Run) -> None:
     """A message that has a time begins later, while an owner is replaced."""
     good_too_late(run)
-    run.fault("stopped", 11.5, 12.6, by="c2")
+    run.fault("stopped", 31.0, 32.0, by="c2")
 
 
 def crashed(run: Run) -> None:
@@ -199,7 +214,7 @@ def nothing(run: Run) -> None: ...
             waiting,
             buried,
         ),
-        *(lost_at_most_once, overflowed, leaderless),
+        *(good_after_one_round, lost_at_most_once, overflowed, leaderless),
     ],
 )
 def test_sound_run_has_no_violation(change: Callable[[Run], None]) -> None:
@@ -293,7 +308,7 @@ def starved(run: Run) -> None:
 
 def good_too_late(run: Run) -> None:
     """Messages of keys that fail went first."""
-    run.source[3] = Rec("orders", 0, 3, "b", value='{"n": 3, "due": 12.5}')
+    good_behind_others(run, 140)
 
 
 def old_token(run: Run) -> None:
