@@ -51,7 +51,7 @@ MANY, MANY_ASIDE = 4000, 2400
 """Keys that fail: in each partition fewer than a consumer sets aside."""
 KEYS_FAIL, SESSIONS_CHANGED = "keys fail", "sessions changed"
 """Kinds of load."""
-MANY_TIMES, GOOD_SHARE, SLOWLY_S = 3.0, 0.25, 0.1
+MANY_TIMES, GOOD_SHARE, SLOWLY_S = 3.0, 0.25, 0.2
 """While keys fail: how many more messages there are, the share of good ones, and how long a failing
 one takes where there is no transaction."""
 LAG_S = 3.0

@@ -27,9 +27,9 @@ RESUMED_S = 1.0
 COMMITTED_S, LEADER_S = 1.0, 10.0
 """When done messages are committed if nothing is wrong; and the time after which a leader of a
 group that does not answer is replaced, at most."""
-FAIR_S, FETCHED_S = 4.0, 2.0
+FAIR_S, FETCHED_S = 3.0, 2.0
 """A message that begins within this time is not late; when it has arrived at its consumer."""
-ROUND, ROUNDS = 128, 4
+ROUND, ROUNDS = 80, 4
 """Calls of others that a message may wait for: once, and with each message before it."""
 STARVED_MESSAGES, STARVED_S = 1000, 60.0
 """As many messages, and for as long, may others of the partition go first."""

@@ -40,7 +40,7 @@ _DATABASE = (
 )
 _LOCKED = "database locked"
 _LINK_S, _LATE_S = 2.0, 2.0
-_LOAD_S, _WORKED_OFF_S = 6.0, 3.0
+_LOAD_S, _WORKED_OFF_S = 8.0, 3.0
 _BACKLOG_S = 3.0
 """How long a slow consumer gathers messages, before it works on them without Kafka."""
 

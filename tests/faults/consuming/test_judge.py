@@ -116,7 +116,7 @@ def good_behind_others(run: Run, calls: int) -> None:
 
 
 def good_after_one_round(run: Run) -> None:
-    good_behind_others(run, 120)
+    good_behind_others(run, 70)
 
 
 def late_by_a_fault(run: Run) -> None:
