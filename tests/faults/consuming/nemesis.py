@@ -40,7 +40,7 @@ _DATABASE = (
 )
 _LOCKED = "database locked"
 _LINK_S, _LATE_S = 2.0, 2.0
-_LOAD_S, _WORKED_OFF_S = 8.0, 3.0
+_LOADS_S, _WORKED_OFF_S = {KEYS_FAIL: 8.0, SESSIONS_CHANGED: 4.0}, 3.0
 _BACKLOG_S = 3.0
 """How long a slow consumer gathers messages, before it works on them without Kafka."""
 
@@ -155,8 +155,8 @@ class Nemesis:
         """Let messages of a kind come, and wait until they are worked off."""
         for instance in self._fleet.instances:
             await self._fleet.ready(instance, self._moment_s)
-        self._fleet.load, self._fleet.load_until = kind, time.time() + _LOAD_S
-        await asyncio.sleep(_LOAD_S)
+        self._fleet.load, self._fleet.load_until = kind, time.time() + _LOADS_S[kind]
+        await asyncio.sleep(_LOADS_S[kind])
         self._fleet.load = ""
         await asyncio.sleep(_WORKED_OFF_S)
 
