@@ -39,6 +39,7 @@ from tests.faults.consuming.judge import (
 
 FAILS = frozenset(("reject", "fails_until", "flaky", "later_s", "session", "stage"))
 """What a message's value names if a handler is to fail."""
+EXCUSED_S = 15.0
 CALLS_MAX = 12
 """Of a message by one owner, before it has failed once."""
 
@@ -334,7 +335,11 @@ class ExactJudge:
         asks = {source: instructions(record).keys() for source, record in self._records.items()}
         innocent = {source for source, names in asks.items() if not FAILS & names}
         for each in self._outcome.tries:
-            if each.source in innocent and each.attempt > 1 and not self._outcome.batches:
+            if each.source not in innocent or each.attempt == 1 or self._outcome.batches:
+                continue
+            if not any(  # a call that a fault has ended is an attempt, not a failure
+                fault.begin <= each.begin <= fault.end + EXCUSED_S for fault in self._outcome.faults
+            ):
                 why = f"{each.instance} begins attempt {each.attempt}"
                 yield Violation("E8", text(each.source), why)
         for source, kept in self._outcome.kept.items():

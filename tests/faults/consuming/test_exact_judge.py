@@ -23,7 +23,7 @@ from tests.faults.consuming.exact_judge import (
     StageRun,
     TablePosition,
 )
-from tests.faults.consuming.judge import Place, Position, Rec, Try
+from tests.faults.consuming.judge import Fault, Place, Position, Rec, Try
 
 PLACE = ("orders", 0)
 
@@ -46,6 +46,7 @@ class Run:
             Try(("orders", 0, n), PLACE, 1, "ab"[n % 2], "c1", n, n, "ok") for n in range(6)
         ]
         self.sessions = [(("orders", 0, n), "public") for n in range(6)]
+        self.faults: list[Fault] = []
         self.waits = self.batches = False
         self.samples: list[Sample] = []
         self.sample(1, 3, mirror=2)
@@ -95,6 +96,7 @@ class Run:
             *(self.records, self.effects, self.stages, self.kept, self.samples),
             later=2,
             tries=self.tries,
+            faults=self.faults,
             sessions=self.sessions,
             waits=self.waits,
             batches=self.batches,
@@ -183,6 +185,12 @@ def divided(run: Run) -> None:
     run.batches = True
 
 
+def cut_off(run: Run) -> None:
+    """A fault ended the first call of an innocent message."""
+    failed_innocent(run)
+    run.faults.append(Fault("cut off", "c1", 1.0, 2.0))
+
+
 def good_in_time(run: Run) -> None:
     run.records[5] = record("orders", 5, at=4.5)
 
@@ -191,7 +199,7 @@ def good_in_time(run: Run) -> None:
     "happens",
     [
         *(nothing, done_rows, retried, dead, dead_in_a_stage, repeated_stage, handed_over),
-        *(called_often, divided, good_in_time),
+        *(called_often, divided, cut_off, good_in_time),
     ],
 )
 def test_sound_run(happens: Callable[[Run], None]) -> None:
