@@ -198,7 +198,7 @@ def _postgresql_fault(error: BaseException) -> Fault:
 _BY_NUMBER: Mapping[int, Fault] = {
     **dict.fromkeys((1213, 1205, 1020), Fault.BUSY),  # deadlock, lock timeout, snapshot too old
     1062: Fault.DUPLICATE,
-    1146: Fault.NO_TABLE,
+    **dict.fromkeys((1109, 1146), Fault.NO_TABLE),  # 1109: in information_schema
     1305: Fault.ABORTED,  # the savepoint is gone
     **dict.fromkeys((1142, 1143, 1227), Fault.DENIED),
     **dict.fromkeys((1044, 1045, 1049), Fault.UNAVAILABLE),  # wrong user, password or database

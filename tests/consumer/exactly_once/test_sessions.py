@@ -11,6 +11,7 @@ import pytest
 
 from tests.kit.consumer_world import World, counted, text
 from tests.kit.results import AsyncBooking, Booking, Shop, execute
+from tests.kit.until import until
 from txbroker.consumer import InDatabase, ReceivedMessage
 
 POSTGRES, MARIADB = "postgres_server read committed", "mariadb_server repeatable read"
@@ -65,6 +66,21 @@ async def test_change_that_prevents_the_position_fails_its_message(
     ((value, cause),) = shop.do("SELECT message_value, cause FROM txbroker_aside")
     assert bytes(value) == b"1"
     assert error in cause
+
+
+@pytest.mark.parametrize("shop", [MARIADB], indirect=True)
+async def test_change_that_prevents_a_retry_to_be_stored(world: World, shop: Shop) -> None:
+    """Also there the cause says what the handler is to do."""
+    world.produce("1")
+    options = {"order": "none", "on_failure": "retry", "local_attempts_max": 1, **shop.options}
+
+    def handle(_message: ReceivedMessage, connection: Any) -> None:
+        execute(connection, "mariadb", "USE information_schema")
+
+    async with world.running(handle, **options):
+        await until(lambda: shop.aside("dead") == ["1"])
+    ((cause,),) = shop.do("SELECT cause FROM txbroker_aside")
+    assert "SessionChanged" in cause
 
 
 def may_become_weak(admin_url: str) -> None:

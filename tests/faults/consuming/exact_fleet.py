@@ -24,7 +24,7 @@ from tests.faults.consuming.exact_judge import (
     StageRun,
     TablePosition,
 )
-from tests.faults.consuming.fleet import PARTITIONS, Case, Fleet
+from tests.faults.consuming.fleet import KEYS_FAIL, PARTITIONS, SESSIONS_CHANGED, Case, Fleet
 from tests.faults.consuming.instance import Exact
 from tests.faults.consuming.judge import (
     History,
@@ -40,8 +40,8 @@ from tests.faults.consuming.judge import (
 )
 from tests.faults.consuming.judge import position as read_position
 from tests.faults.consuming.link import DatabaseLink
-from tests.faults.consuming.tables import ERRORS, SQLITE, Tables
-from tests.kit.database_servers import DatabaseServer
+from tests.faults.consuming.tables import CHANGES, ERRORS, FATAL, POSTGRESQL, SQLITE, Tables
+from tests.kit.database_servers import USER, DatabaseServer
 from tests.kit.topic_reader import admin_of, create_topic
 from txbroker.databases import Database, MariaDB, Postgres, SQLite
 from txbroker.databases.dialect import DIALECTS
@@ -50,6 +50,9 @@ from txbroker.databases.steps import run
 
 BEHIND_MAX = 1500
 STAGE_SHARE, STAGE_FAILS_S = 0.04, 3.0
+SESSION_SHARE = 0.2
+FATAL_S = {"wait": (0.1, 0.6), "aside": (5.0, 15.0)}
+"""For how long a changed session keeps a message from being stored; otherwise for ever."""
 SLOW_S, SINGLE_SLOW_S = 0.6, 0.05
 
 
@@ -108,6 +111,9 @@ class ExactFleet(Fleet):
             await self.link.start()
             self._url = direct.replace(f":{self.server.port}/", f":{self.link.port}/")
             self.tables = Tables(self.case.store, direct)
+            if self.case.store == POSTGRESQL:
+                admin = Tables(POSTGRESQL, self.server.admin_url)
+                await asyncio.to_thread(admin.run, f"GRANT pg_monitor TO {USER}")
         elif self.case.store == SQLITE:
             self._url = str(self._folder / "results.db")
             self.tables = Tables(SQLITE, self._url)
@@ -144,12 +150,24 @@ class ExactFleet(Fleet):
     def _message(self) -> tuple[str, dict[str, Any]]:
         key, value = super()._message()
         fate = self.fate
+        if self.load == KEYS_FAIL:
+            return key, value
+        if self.load == SESSIONS_CHANGED and (draw := fate.random()) < SESSION_SHARE:
+            return self._changing(key, value["n"], fatal=draw < SESSION_SHARE / 2)
         value["early"] = fate.random() < 0.5
         if self.case.later and fate.random() < STAGE_SHARE:
             value["stage"] = fate.randrange(2, 2 + self.case.later)
             if fate.random() < 0.3 and self.case.on_failure != "wait":
                 value["stage_fails_until"] = time.time() + fate.uniform(0.1, STAGE_FAILS_S)
         return key, value
+
+    def _changing(self, key: str, number: int, *, fatal: bool) -> tuple[str, dict[str, Any]]:
+        """Let a message change its session; those that fail have few keys."""
+        value: dict[str, Any] = {"n": number, "early": False}
+        value["session"] = self.fate.choice((FATAL if fatal else CHANGES)[self.case.store])
+        if fatal and self.case.on_failure in FATAL_S:
+            value["session_until"] = time.time() + self.fate.uniform(*FATAL_S[self.case.on_failure])
+        return f"fatal-{number % 4}" if fatal else key, value
 
     # --- stored results ----------------------------------------------------------------------
 
@@ -258,6 +276,11 @@ class ExactFleet(Fleet):
             self._samples,
             self.case.later,
             mirrored=tables is not None,
+            tries=history.tries,
+            faults=history.faults,
+            sessions=_sessions(self._history),
+            waits=self.case.on_failure == "wait",
+            batches=bool(self.case.batch),
         )
         return history, topics, await asyncio.to_thread(ExactJudge(outcome).judge)
 
@@ -313,6 +336,15 @@ def _kept_in(topics: Topics) -> dict[Source, Kept]:
 
 def _stage_of(record: Rec) -> int:
     return next((int(value) for name, value in record.headers if name == "txb-stage"), 0)
+
+
+def _sessions(history: Path) -> list[tuple[Source, str]]:
+    """Return what calls saw of their sessions, by their first messages."""
+    return [
+        ((line["topic"], line["partition"], line["offset"]), line["seen"])
+        for line in map(json.loads, history.open())
+        if line["event"] == "session"
+    ]
 
 
 def _stage_runs(history: Path) -> list[StageRun]:

@@ -10,16 +10,38 @@ It imports nothing of txbroker, and reads tables by their documented columns.
 | E4 | later stages follow an effect at least once and in order; none is lost |
 | E5 | the copy of a position in Kafka is never ahead of the position |
 | E6 | in the end all of each topic is done, under its name |
+| E7 | no call meets a session that another changed; who changes it fails, not the database |
+| E8 | a message that asks for no failure has none |
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
-from tests.faults.consuming.judge import Place, Position, Rec, Source, Violation, covers, text
+from tests.faults.consuming.judge import (
+    Fault,
+    History,
+    Place,
+    Position,
+    Rec,
+    Source,
+    Try,
+    Violation,
+    covers,
+    instructions,
+    late_begins,
+    text,
+)
+
+FAILS = frozenset(("reject", "fails_until", "flaky", "later_s", "session", "stage"))
+"""What a message's value names if a handler is to fail."""
+EXCUSED_S = 15.0
+CALLS_MAX = 12
+"""Of a message by one owner, before it has failed once."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +138,14 @@ class Outcome:
     samples: Sequence[Sample] = ()
     later: int = 0
     mirrored: bool = True
+    tries: Sequence[Try] = ()
+    faults: Sequence[Fault] = ()
+    sessions: Sequence[tuple[Source, str]] = ()
+    """What calls saw of their sessions, before they changed anything."""
+    waits: bool = False
+    """A message that fails is handled until it succeeds."""
+    batches: bool = False
+    """Messages of a batch that was divided are handled again alone."""
 
 
 class ExactJudge:
@@ -131,7 +161,10 @@ class ExactJudge:
 
     def judge(self) -> list[Violation]:
         """Return the broken rules."""
-        rules = (self._once, self._order, self._tokens, self._stages, self._mirror, self._ends)
+        rules = (
+            *(self._once, self._order, self._tokens, self._stages, self._mirror, self._ends),
+            *(self._sessions, self._innocent, self._late),
+        )
         return list(dict.fromkeys(violation for rule in rules for violation in rule()))
 
     # --- E1 ----------------------------------------------------------------------------------
@@ -279,6 +312,43 @@ class ExactJudge:
         for source, kept in self._outcome.kept.items():
             if kept.waits:
                 yield Violation("E6", text(source), f"still {kept}")
+
+    # --- E7, E8, I19 -------------------------------------------------------------------------
+
+    def _sessions(self) -> Iterator[Violation]:
+        sessions = self._outcome.sessions
+        for source, seen in sessions:
+            if seen != sessions[0][1]:
+                yield Violation("E7", text(source), f"met {seen}, not {sessions[0][1]}")
+        calls: Counter[tuple[Any, ...]] = Counter(
+            (each.source, each.place, each.token, each.attempt) for each in self._outcome.tries
+        )
+        for (source, _place, token, _attempt), count in calls.items():
+            record = self._records.get(source)
+            if record is None or self._outcome.waits or count <= CALLS_MAX:
+                continue
+            if "session" in instructions(record):
+                why = f"called {count} times with token {token}, and has not failed"
+                yield Violation("E7", text(source), why)
+
+    def _innocent(self) -> Iterator[Violation]:
+        asks = {source: instructions(record).keys() for source, record in self._records.items()}
+        innocent = {source for source, names in asks.items() if not FAILS & names}
+        for each in self._outcome.tries:
+            if each.source not in innocent or each.attempt == 1 or self._outcome.batches:
+                continue
+            if not any(  # a call that a fault has ended is an attempt, not a failure
+                fault.begin <= each.begin <= fault.end + EXCUSED_S for fault in self._outcome.faults
+            ):
+                why = f"{each.instance} begins attempt {each.attempt}"
+                yield Violation("E8", text(each.source), why)
+        for source, kept in self._outcome.kept.items():
+            if source in innocent and kept.state == "dead":
+                yield Violation("E8", text(source), f"an innocent message is {kept}")
+
+    def _late(self) -> Iterator[Violation]:
+        history = History(list(self._outcome.tries), list(self._outcome.faults))
+        yield from late_begins(self._outcome.records, history)
 
 
 def _number(value: str) -> str:

@@ -47,6 +47,13 @@ DELAYS_S = (0.2, 0.3, *(0.4,) * 14)
 SESSION_S, LEASE_S, HEARTBEAT_S = 6.0, 3.0, 0.5
 SETTLE_S = 90.0
 """How long nothing may change, before all is done."""
+MANY, MANY_ASIDE = 4000, 2400
+"""Keys that fail: in each partition fewer than a consumer sets aside."""
+KEYS_FAIL, SESSIONS_CHANGED = "keys fail", "sessions changed"
+"""Kinds of load."""
+MANY_TIMES, GOOD_SHARE, SLOWLY_S = 3.0, 0.25, 0.2
+"""While keys fail: how many more messages there are, the share of good ones, and how long a failing
+one takes where there is no transaction."""
 LAG_S = 3.0
 """How long a commit may take after its interval, on a busy machine."""
 
@@ -138,6 +145,9 @@ class Fleet(Processes):
         self._stored: list[Stored] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._loading = True
+        self.load = ""
+        self.load_until = 0.0
+        self.many = 0
 
     # --- life --------------------------------------------------------------------------------
 
@@ -242,9 +252,10 @@ class Fleet(Processes):
 
     async def _load(self) -> None:
         producer = Producer({"bootstrap.servers": self.bootstrap, "log_level": 0, "linger.ms": 5})
-        began = time.monotonic()
+        due, at = 0.0, time.monotonic()
         while self._loading:
-            due = int((time.monotonic() - began) * self._rate)
+            before, at = at, time.monotonic()
+            due += (at - before) * self._rate * (MANY_TIMES if self.load == KEYS_FAIL else 1.0)
             while self.produced < due and not self._full():
                 key, value = self._message()
                 topic = self.fate.choice(self.sources) if self.sources[1:] else self.topic
@@ -263,6 +274,8 @@ class Fleet(Processes):
         number = fate.randrange(KEYS)
         draw = fate.random()
         value: dict[str, Any] = {"n": self.produced}
+        if self.load == KEYS_FAIL:
+            return self._of_many(value)
         if number % 20 == 0:
             # A key that fails: for a moment, or until everything is healed.
             waits = self.case.on_failure == "wait"
@@ -280,6 +293,15 @@ class Fleet(Processes):
         elif draw < 0.123:
             value["takes_s"] = 1.0
         return f"key-{number}", value
+
+    def _of_many(self, value: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Give a message its own key, which fails or is good."""
+        aside = self.case.on_failure == "aside"
+        if self.fate.random() < GOOD_SHARE or self.many >= (MANY_ASIDE if aside else MANY):
+            return f"good-{self.produced}", {**value, "at": time.monotonic()}
+        self.many += 1
+        slow = {} if self.case.store else {"takes_s": SLOWLY_S}
+        return f"bad-{self.produced}", {**value, **slow, "fails_until": self.load_until}
 
     async def _watch(self) -> None:
         while True:

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from tests.faults.consuming.tables import Tables, execute
+from tests.faults.consuming.tables import SEEN, Tables, execute
 from txbroker.consumer import Later, Message, Outputs, ReceivedMessage, Reject
 
 Step = float | tuple[str, tuple[Any, ...]]
@@ -21,6 +22,10 @@ HANDLER = "handler"
 """A moment within a handler: its transaction is open, its effect is written."""
 
 Write = Callable[..., None]
+
+
+class Planned(ValueError):
+    """A message's value asks for it."""
 
 
 class Plans:
@@ -56,12 +61,18 @@ class Plans:
         if self.healed:
             return None
         if what.get("fails_until", 0.0) > time.time():
-            return ValueError("not yet")
+            return Planned("not yet")
         if what.get("flaky") and message.attempt == 1:
-            return ValueError("once")
+            return Planned("once")
         if (seconds := what.get("later_s")) and message.attempt == 1:
             return Later(seconds)
         return None
+
+    def session(self, message: ReceivedMessage) -> str | None:
+        """Return what changes the session."""
+        what = instructions(message)
+        found: str | None = what.get("session")
+        return found if what.get("session_until", math.inf) > time.time() else None
 
     def stage_error(self, number: int, message: ReceivedMessage) -> Exception | None:
         """Return what a later stage raises: the first time, or until a time."""
@@ -70,11 +81,11 @@ class Plans:
         if self.healed or what.get("stage") != number:
             return None
         if what.get("stage_fails_until", 0.0) > time.time():
-            return ValueError("stage: not yet")
+            return Planned("stage: not yet")
         if at in self._stages_failed:
             return None
         self._stages_failed.add(at)
-        return ValueError("stage: once")
+        return Planned("stage: once")
 
 
 def instructions(message: ReceivedMessage) -> dict[str, Any]:
@@ -104,7 +115,7 @@ class Calls:
         except Reject:
             result = "reject"
             raise
-        except ValueError:
+        except Planned:
             result = "error"
             raise
         finally:
@@ -233,7 +244,13 @@ class ExactHandling:
     def _steps(self, given: ReceivedMessage | list[ReceivedMessage]) -> Generator[Step, Any, None]:
         """Yield the steps of a call; an error comes after the effect, which must go with it."""
         messages = given if isinstance(given, list) else [given]
+        assert self._tables is not None
         with self._calls.call(messages):
+            if sql := SEEN.get(self._tables.kind):
+                rows = yield sql, ()
+                first = messages[0]
+                source = {"topic": first.topic, "partition": first.partition}
+                self._write("session", **source, offset=first.offset, seen=str(rows[0]))
             numbers: dict[ReceivedMessage, int] = {}
             for message in messages if instructions(messages[0]).get("early") else ():
                 numbers[message] = yield from self._next_of_lane(message)
@@ -243,6 +260,10 @@ class ExactHandling:
                 if number is None:
                     number = yield from self._next_of_lane(message)
                 yield from self._insert(message, number)
+            for message in messages:
+                if (sql := self._plans.session(message)) is not None:
+                    yield sql, ()
+                    break
             self._reached(HANDLER)
             for message in messages:
                 error = self._plans.error(message)

@@ -6,10 +6,12 @@ It imports nothing of txbroker, and reads copies and positions by their document
 from __future__ import annotations
 
 import base64
+import json
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +27,10 @@ RESUMED_S = 1.0
 COMMITTED_S, LEADER_S = 1.0, 10.0
 """When done messages are committed if nothing is wrong; and the time after which a leader of a
 group that does not answer is replaced, at most."""
+FAIR_S, FETCHED_S = 3.0, 2.0
+"""A message that begins within this time is not late; when it has arrived at its consumer."""
+ROUND, ROUNDS = 80, 4
+"""Calls of others that a message may wait for: once, and with each message before it."""
 STARVED_MESSAGES, STARVED_S = 1000, 60.0
 """As many messages, and for as long, may others of the partition go first."""
 
@@ -99,6 +105,7 @@ class Try:
     begin: float
     end: float = float("inf")
     result: str = ""
+    attempt: int = 1
 
     @property
     def effect(self) -> bool:
@@ -141,6 +148,7 @@ def read_history(lines: Sequence[Mapping[str, Any]]) -> History:
                 line["key"],
                 line["instance"],
                 line["at"],
+                attempt=line.get("attempt", 1),
             )
             calls[line["instance"], line["call"]] = at
             history.tries.append(at)
@@ -211,6 +219,7 @@ class Judge:
             self._order,
             self._overlaps,
             self._starvation,
+            partial(late_begins, self.topics.source, self.history),
             self._repeats,
             self._copies_once,
             self._low_water,
@@ -573,6 +582,34 @@ class Judge:
         )
 
 
+# --- I19: fairness -----------------------------------------------------------------------------
+
+
+def late_begins(records: Sequence[Rec], history: History) -> Iterator[Violation]:
+    """A message that names the time `at` which it was produced waits for the earlier ones of its
+    partition, and for one round of the others, unless a fault comes between."""
+    first: dict[Source, float] = {}
+    begins: dict[Place, list[float]] = defaultdict(list)
+    for each in history.tries:
+        first.setdefault(each.source, each.begin)
+        begins[each.place].append(each.begin)
+    earlier: dict[Place, list[float]] = defaultdict(list)
+    for record in sorted(records, key=lambda each: each.offset):
+        place, at = (record.topic, record.partition), instructions(record).get("at")
+        begin = first.get((*place, record.offset))
+        if begin is None:
+            continue
+        if at is not None and begin > at + FAIR_S:
+            arrived, calls = at + FETCHED_S, begins[place]
+            count = bisect_left(calls, begin) - bisect_left(calls, arrived)
+            due = sum(arrived <= each <= begin for each in earlier[place])
+            broken = any(fault.begin <= begin and fault.end >= at for fault in history.faults)
+            if count > ROUNDS * due + ROUND and not broken:
+                why = f"begun after {count} calls of its partition in {begin - at:.1f} s, {due} due"
+                yield Violation("I19", text((*place, record.offset)), why)
+        earlier[place].append(begin)
+
+
 # --- formats -----------------------------------------------------------------------------------
 
 Position = tuple[int, list[tuple[int, int]]]
@@ -595,7 +632,7 @@ def position(offset: int, metadata: str) -> Position:
 def later_position(offset: int, metadata: str) -> Position | None:
     """Return the low-water mark and the done ranges of later stages; None if they are the same."""
     parts = metadata.split(":")
-    if len(parts) < 6:
+    if len(parts) < 6 or not parts[5]:  # what follows are starts without progress
         return None
     before, *numbers = _numbers(parts[5])
     return offset - before, _ranges(offset - before, numbers)
@@ -639,6 +676,12 @@ def first_of_higher(first: Mapping[int, float]) -> dict[int, float]:
 def token_of(metadata: str) -> int:
     """Return the token in the metadata of an offset, -1 without."""
     return int(metadata.split(":")[1]) if metadata else -1
+
+
+def instructions(record: Rec) -> dict[str, Any]:
+    """Return what a message asks of its handler, {} if it is none of a fleet."""
+    found = json.loads(record.value) if record.value.startswith("{") else {}
+    return dict(found)
 
 
 def header(record: Rec, name: str) -> str | None:

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from tests.faults.consuming.exact_fleet import ExactFleet
-from tests.faults.consuming.fleet import Case, Fleet
+from tests.faults.consuming.fleet import KEYS_FAIL, SESSIONS_CHANGED, Case, Fleet
 from tests.faults.consuming.handling import HANDLER
 from tests.faults.consuming.instance import LOSE_S
-from tests.faults.consuming.tables import SQLITE
+from tests.faults.consuming.tables import CHANGES, SQLITE
 from tests.faults.processes import Instance
 from txbroker.failpoints import POINTS
 
@@ -40,6 +40,7 @@ _DATABASE = (
 )
 _LOCKED = "database locked"
 _LINK_S, _LATE_S = 2.0, 2.0
+_LOADS_S, _WORKED_OFF_S = {KEYS_FAIL: 8.0, SESSIONS_CHANGED: 4.0}, 3.0
 _BACKLOG_S = 3.0
 """How long a slow consumer gathers messages, before it works on them without Kafka."""
 
@@ -100,6 +101,10 @@ class Nemesis:
             in_tables = case.store != "kafka"
             held = [_IN_HANDLER, *([_IN_COMMIT, _RACE] if in_tables else [])]
             stops += [f"{way} {longest_s:g} s" for way in held]
+        if case.order != "partition":  # there a failing key holds the others up
+            others += [KEYS_FAIL]
+        if case.store in CHANGES:
+            others += [SESSIONS_CHANGED]
         if case.store == SQLITE:
             others += [_LOCKED]
         if self._damage is not None:
@@ -129,6 +134,8 @@ class Nemesis:
             await self._race(float(kind.split()[-2]))
         elif kind == _LOCKED or kind in _DATABASE:
             await self._break_database(kind)
+        elif kind in (KEYS_FAIL, SESSIONS_CHANGED):
+            await self._load(kind)
         elif kind == "killed":
             await self._fleet.kill(self._any())
         elif kind == "left and joined":
@@ -143,6 +150,15 @@ class Nemesis:
             await self._stopped(float(kind.split()[-2]))
         else:
             await self._cut_off(float(kind.split()[-2]))
+
+    async def _load(self, kind: str) -> None:
+        """Let messages of a kind come, and wait until they are worked off."""
+        for instance in self._fleet.instances:
+            await self._fleet.ready(instance, self._moment_s)
+        self._fleet.load, self._fleet.load_until = kind, time.time() + _LOADS_S[kind]
+        await asyncio.sleep(_LOADS_S[kind])
+        self._fleet.load = ""
+        await asyncio.sleep(_WORKED_OFF_S)
 
     def _any(self) -> Instance:
         return self._fleet.fate.choice([each for each in self._fleet.instances if each.running])

@@ -28,6 +28,55 @@ _COLUMNS = (
     "topic, partition_id, message_offset, message_key, value, lane, number, token, attempt, "
     "instance"
 )
+CHANGES = {
+    POSTGRESQL: (
+        *("SET search_path TO pg_temp, public", "SET lock_timeout = 1", "LISTEN elsewhere"),
+        *("SET TIME ZONE 'Asia/Tokyo'", "SET default_transaction_read_only = on"),
+        *("SET application_name = 'mine'", "SET statement_timeout = 900"),
+        *("CREATE TEMP TABLE IF NOT EXISTS effects (n int)", "PREPARE mine AS SELECT 1"),
+        *("DECLARE held CURSOR WITH HOLD FOR SELECT 1", "SELECT pg_try_advisory_lock(4711)"),
+    ),
+    MARIADB: (
+        *("SET sql_mode = 'ANSI'", "SET autocommit = 0", "SET time_zone = '+09:00'"),
+        *("SET NAMES latin1", "SET @mine = 1", "SET SESSION TRANSACTION READ ONLY"),
+        *("SET SESSION max_statement_time = 9", "SET SESSION innodb_lock_wait_timeout = 1"),
+        "CREATE TEMPORARY TABLE IF NOT EXISTS effects (n INT)",
+    ),
+}
+"""What handlers do to their session."""
+FATAL = {
+    POSTGRESQL: (
+        *("SET search_path TO pg_temp", "SET LOCAL search_path TO pg_temp"),
+        *("SET ROLE pg_monitor", "SET TRANSACTION READ ONLY"),
+        "CREATE TEMP TABLE txbroker_position (LIKE txbroker_position INCLUDING ALL)",
+    ),
+    MARIADB: (
+        "USE information_schema",
+        "CREATE TEMPORARY TABLE txbroker_position (group_name VARCHAR(255), topic VARCHAR(255), "
+        "partition_id INT, token BIGINT, next BIGINT, done_ranges TEXT, later_next BIGINT, "
+        "later_ranges TEXT)",
+    ),
+}
+"""The same, so that the position cannot be stored in it."""
+SEEN = {
+    POSTGRESQL: (
+        "SELECT current_setting('search_path'), current_user, current_setting('lock_timeout'), "
+        "current_setting('statement_timeout'), current_setting('timezone'), "
+        "current_setting('default_transaction_read_only'), "
+        "current_setting('transaction_read_only'), "
+        "current_setting('application_name'), to_regclass('pg_temp.effects')::text, "
+        "to_regclass('pg_temp.txbroker_position')::text, "
+        "(SELECT count(*) FROM pg_prepared_statements WHERE from_sql), "
+        "(SELECT count(*) FROM pg_cursors WHERE is_holdable), "
+        "(SELECT count(*) FROM pg_listening_channels()), (SELECT count(*) FROM pg_locks "
+        "WHERE locktype = 'advisory' AND pid = pg_backend_pid())"
+    ),
+    MARIADB: (
+        "SELECT DATABASE(), @@sql_mode, @@autocommit, @@time_zone, @@character_set_client, @mine, "
+        "@@tx_read_only, CAST(@@max_statement_time AS CHAR), @@innodb_lock_wait_timeout"
+    ),
+}
+"""What a session is like."""
 ERRORS = (sqlite3.Error, psycopg.Error, pymysql.Error, OSError)
 """What a database raises that does not answer."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 from tests.faults.consuming import exact_judge
 from tests.faults.consuming.exact_judge import (
+    CALLS_MAX,
     Effect,
     ExactJudge,
     Kept,
@@ -21,7 +23,7 @@ from tests.faults.consuming.exact_judge import (
     StageRun,
     TablePosition,
 )
-from tests.faults.consuming.judge import Place, Position, Rec
+from tests.faults.consuming.judge import Fault, Place, Position, Rec, Try
 
 PLACE = ("orders", 0)
 
@@ -31,11 +33,7 @@ class Run:
 
     def __init__(self) -> None:
         topics = ("orders", "returns")
-        self.records = [
-            Rec(topic, 0, n, "ab"[n % 2], value=f'{{"n": {n}, "early": true}}')
-            for topic in topics
-            for n in range(6)
-        ]
+        self.records = [record(topic, n) for topic in topics for n in range(6)]
         self.effects = [effect(topic, n) for topic in topics for n in range(6)]
         self.stages = [
             StageRun(stage, (topic, 0, n), 1)
@@ -44,6 +42,12 @@ class Run:
             for stage in (2, 3)
         ]
         self.kept: dict[tuple[str, int, int], Kept] = {}
+        self.tries = [
+            Try(("orders", 0, n), PLACE, 1, "ab"[n % 2], "c1", n, n, "ok") for n in range(6)
+        ]
+        self.sessions = [(("orders", 0, n), "public") for n in range(6)]
+        self.faults: list[Fault] = []
+        self.waits = self.batches = False
         self.samples: list[Sample] = []
         self.sample(1, 3, mirror=2)
         self.sample(1, 6, mirror=6)
@@ -88,8 +92,23 @@ class Run:
 
     def judged(self) -> list[str]:
         self.effects.sort(key=lambda each: each.serial)
-        outcome = Outcome(self.records, self.effects, self.stages, self.kept, self.samples, later=2)
+        outcome = Outcome(
+            *(self.records, self.effects, self.stages, self.kept, self.samples),
+            later=2,
+            tries=self.tries,
+            faults=self.faults,
+            sessions=self.sessions,
+            waits=self.waits,
+            batches=self.batches,
+        )
         return [violation.rule for violation in ExactJudge(outcome).judge()]
+
+
+def record(topic: str, offset: int, **more: Any) -> Rec:
+    """Return a message; the one at 4 asks for its failure."""
+    more |= {"reject": True} if offset == 4 else {}
+    value = json.dumps({"n": offset, "early": True, **more})
+    return Rec(topic, 0, offset, "ab"[offset % 2], value=value)
 
 
 def effect(topic: str, offset: int, token: int = 1) -> Effect:
@@ -154,8 +173,34 @@ def handed_over(run: Run) -> None:
     run.samples[-1] = replace(sample, table=table)
 
 
+def called_often(run: Run) -> None:
+    """It changes its session, and is handled until it does not any more."""
+    over_and_over(run)
+    run.waits = True
+
+
+def divided(run: Run) -> None:
+    """The batch of an innocent message failed."""
+    failed_innocent(run)
+    run.batches = True
+
+
+def cut_off(run: Run) -> None:
+    """A fault ended the first call of an innocent message."""
+    failed_innocent(run)
+    run.faults.append(Fault("cut off", "c1", 1.0, 2.0))
+
+
+def good_in_time(run: Run) -> None:
+    run.records[5] = record("orders", 5, at=4.5)
+
+
 @pytest.mark.parametrize(
-    "happens", [nothing, done_rows, retried, dead, dead_in_a_stage, repeated_stage, handed_over]
+    "happens",
+    [
+        *(nothing, done_rows, retried, dead, dead_in_a_stage, repeated_stage, handed_over),
+        *(called_often, divided, cut_off, good_in_time),
+    ],
 )
 def test_sound_run(happens: Callable[[Run], None]) -> None:
     run = Run()
@@ -297,6 +342,32 @@ def of_no_topic(run: Run) -> None:
     run.samples[-1] = replace(sample, table=table)
 
 
+def changed_session(run: Run) -> None:
+    run.sessions[3] = (run.sessions[3][0], "elsewhere")
+
+
+def over_and_over(run: Run) -> None:
+    """A change of its session counts as an outage of the database."""
+    run.records[5] = record("orders", 5, session="SET ROLE nobody")
+    run.tries += run.tries[5:] * CALLS_MAX
+
+
+def failed_innocent(run: Run) -> None:
+    run.tries[3] = replace(run.tries[3], attempt=2)
+
+
+def dead_innocent(run: Run) -> None:
+    """An outage of the database counts against it."""
+    run.without(5)
+    run.kept["orders", 0, 5] = Kept("dead", 0, "b")
+
+
+def good_too_late(run: Run) -> None:
+    """Another message is called again and again."""
+    run.records[5] = record("orders", 5, at=-5.0)
+    run.tries[4:4] = run.tries[4:5] * 200
+
+
 CRIMES: dict[str, list[Callable[[Run], None]]] = {
     "E1": [
         *(twice, lost, without_position, kept_and_done, kept_without_position),
@@ -310,6 +381,9 @@ CRIMES: dict[str, list[Callable[[Run], None]]] = {
     ],
     "E5": [mirror_ahead, mirror_range_ahead],
     "E6": [not_all_done, still_waiting, stages_not_done, under_the_other_topic, of_no_topic],
+    "E7": [changed_session, over_and_over],
+    "E8": [failed_innocent, dead_innocent],
+    "I19": [good_too_late],
 }
 
 

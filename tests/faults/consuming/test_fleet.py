@@ -29,6 +29,7 @@ CHOSEN_EXACT = {
     Case("key", "aside", store="postgresql", later=2, coroutine=True): (
         "commit answers lost",
         "stopped in the commit 9 s",
+        "sessions changed",
     ),
 }
 

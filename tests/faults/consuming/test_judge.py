@@ -104,6 +104,27 @@ def test_judge_imports_only_the_standard_library() -> None:
 # --- sound runs ------------------------------------------------------------------------------
 
 
+def good_behind_others(run: Run, calls: int) -> None:
+    """A good message waits while another one fails again and again."""
+    run.source.append(Rec("orders", 0, 8, "good", value='{"n": 8, "at": 30.0}'))
+    run.source.append(Rec("orders", 0, 9, "bad", value='{"n": 9}'))
+    for number in range(calls):
+        run.call(9, 33 + number / 100, result="error", takes_s=0.001)
+    run.call(8, 36)
+    run.call(9, 37)
+    run.store(42.0, 10)
+
+
+def good_after_one_round(run: Run) -> None:
+    good_behind_others(run, 70)
+
+
+def late_by_a_fault(run: Run) -> None:
+    """A message that has a time begins later, while an owner is replaced."""
+    good_too_late(run)
+    run.fault("stopped", 31.0, 32.0, by="c2")
+
+
 def crashed(run: Run) -> None:
     """What a killed owner had done and not committed is done again by the next one."""
     run.call(7, 17.8, result="")
@@ -182,8 +203,18 @@ def nothing(run: Run) -> None: ...
 @pytest.mark.parametrize(
     "change",
     [
-        *(nothing, crashed, stopped, resumed, set_aside, released, waiting, buried),
-        *(lost_at_most_once, overflowed, leaderless),
+        *(
+            nothing,
+            crashed,
+            late_by_a_fault,
+            stopped,
+            resumed,
+            set_aside,
+            released,
+            waiting,
+            buried,
+        ),
+        *(good_after_one_round, lost_at_most_once, overflowed, leaderless),
     ],
 )
 def test_sound_run_has_no_violation(change: Callable[[Run], None]) -> None:
@@ -273,6 +304,11 @@ def starved(run: Run) -> None:
     run.lines, run.stored = [], []
     for offset in (0, *range(2, 1200), 1, *range(1200, 1300)):
         run.call(offset, 100 + offset / 100 if offset != 1 else 111.995, takes_s=0.001)
+
+
+def good_too_late(run: Run) -> None:
+    """Messages of keys that fail went first."""
+    good_behind_others(run, 140)
 
 
 def old_token(run: Run) -> None:
@@ -373,6 +409,7 @@ def aside_out_of_order(run: Run) -> None:
         (back_by_one_owner, "I19"),
         (two_of_a_key, "I19"),
         (starved, "I19"),
+        (good_too_late, "I19"),
         (old_token, "I21"),
         (effect_after_takeover, "I21"),
         (overlap, "I21"),
@@ -393,3 +430,15 @@ def test_planted_crime_is_found_by_its_rule(crime: Callable[[Run], None], rule: 
     run = sound()
     crime(run)
     assert set(run.judged()) == {rule}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("txb1:1:topic:0:", None),
+        ("txb1:1:topic:0:::2.9.0", None),  # starts without progress
+        ("txb1:1:topic:0::AgED", (7, [(8, 11)])),
+    ],
+)
+def test_position_of_later_stages(text: str, expected: judge.Position | None) -> None:
+    assert judge.later_position(9, text) == expected
