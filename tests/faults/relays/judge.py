@@ -13,8 +13,8 @@ It imports nothing of txbroker. The rules:
 | R7 | what a database may forget is never ahead of the position in Kafka |
 | R8 | inserts and deletes of a mirrored table come to its rows |
 
-After a restore of the database, rows that it took away may be visible once (R1, R2), rows that an
-operator filled in may be missing, and those in `again` have two records with one id.
+After a restore of the database, rows that it took away may be visible once (R1, R2), and rows of a
+capture that an operator filled in may be missing.
 """
 
 from __future__ import annotations
@@ -115,7 +115,6 @@ class Found:
         undone: rows that were committed, and that restores of the database took away.
         settled: ids of rows that an operator settled by hand: of a capture they may be missing, of
             an outbox they are visible, and their deliveries are not among `positions`.
-        again: ids of rows that the documents let a restored outbox deliver twice.
         names: how many names the relay has had.
         mirrored: the keys of the rows of mirrored tables, each with its table.
         mirror: their records, as operation, table and key.
@@ -131,7 +130,6 @@ class Found:
     samples: Sequence[Sample] = field(default_factory=list)
     undone: Sequence[Change] = ()
     settled: Set[str] = frozenset()
-    again: Set[str] = frozenset()
     names: int = 1
     mirrored: Set[Key] = frozenset()
     mirror: Sequence[tuple[str, Key]] = ()
@@ -145,14 +143,8 @@ class Judge:
         self._found = found
         self._changes = {change.id: change for change in (*found.undone, *found.changes)}
         self._records: dict[str, list[Rec]] = defaultdict(list)
-        self._firsts: list[Rec] = []
         for record in found.records:
-            before = self._records[record.row]
-            same = record.headers.get(ID, "")
-            if record.row in found.again and [each.headers.get(ID) for each in before] == [same]:
-                continue
-            before.append(record)
-            self._firsts.append(record)
+            self._records[record.row].append(record)
 
     def judge(self) -> list[Violation]:
         """Return all broken rules."""
@@ -202,8 +194,6 @@ class Judge:
         for record in self._found.records:
             at = (record.topic, record.partition)
             offsets[at].add(record.offset)
-        for record in self._firsts:
-            at = (record.topic, record.partition)
             if (change := self._changes.get(record.row)) is not None:
                 places[change.txn, at].append(record.offset)
         for (txn, at), own in places.items():
@@ -218,7 +208,7 @@ class Judge:
             (first, last, number)
             for number, text in enumerate(self._found.positions)
             for page in json.loads(text).get("pages", ())
-            for first, last in _runs(page["runs"])
+            for first, last in runs_of(page["runs"])
         )
         deliveries = defaultdict(set)
         for queued in self._found.queued:
@@ -243,7 +233,7 @@ class Judge:
     def _ordered(self) -> Iterator[Violation]:
         txns = {txn.number: txn for txn in self._found.txns}
         lanes = defaultdict(list)
-        for record in self._firsts:
+        for record in self._found.records:
             change = self._changes.get(record.row)
             if change is not None and change.key is not None:
                 lanes[change.key, record.topic, record.partition].append((record.offset, change))
@@ -286,7 +276,7 @@ class Judge:
             yield Violation("R8", " ".join(key), f"only in the {where}")
 
 
-def _runs(packed: str) -> Iterator[tuple[int, int]]:
+def runs_of(packed: str) -> Iterator[tuple[int, int]]:
     """Yield the first and last position of each run of a page."""
     numbers = iter(json.loads(zlib.decompress(base64.b64decode(packed))))
     end = 0
