@@ -370,7 +370,8 @@ class Fleet(Processes):
             await self._unwatch()
         committed, mirrored = await self._state()
         await self._shut_down(server.put_back)
-        positions, records = await self.answered(self._read)
+        positions = await self.answered(self._positions)
+        records = await self.answered(self._records)
         kept, still = await self._state()
         self._undone |= {id: committed[id] for id in committed.keys() - kept.keys()}
         self._unshown |= mirrored ^ still
@@ -581,7 +582,7 @@ class Fleet(Processes):
 
     def _visible(self) -> set[str]:
         """Return the ids of visible rows."""
-        return {record.row for record in self._read()[1]}
+        return {record.row for record in self._records()}
 
     # --- the judgement -----------------------------------------------------------------------
 
@@ -589,11 +590,11 @@ class Fleet(Processes):
         """Return the number of committed rows, and all broken rules."""
         changes = await self.answered(self.shop.changes)
         queued = await self.answered(self.shop.queued)
-        positions, records = await self.answered(self._read)
+        positions = await self.answered(self._positions)
         found = Found(
             changes,
             self.shop.txns,
-            records,
+            await self.answered(self._records),
             queued,
             [text for _key, text in positions[self._first :]],
             self.case.shards,
@@ -630,9 +631,8 @@ class Fleet(Processes):
                 found.append((key, text))
         return found
 
-    def _read(self) -> tuple[list[tuple[str, str]], list[Rec]]:
-        positions = self._positions()
-        records = [
+    def _records(self) -> list[Rec]:
+        return [
             Rec(
                 each.topic,
                 each.partition,
@@ -643,7 +643,6 @@ class Fleet(Processes):
             )
             for each in read_topics(self._bootstrap, [self.shop.topic])
         ]
-        return positions, records
 
 
 async def run_case(fleet: Fleet, kinds: list[str]) -> tuple[int, list[str]]:
