@@ -11,7 +11,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +47,7 @@ UNDONE_S = 3.0
 WAITING_S = 1.5
 REFUSED_S = 80.0
 """PostgreSQL's catalogs are compared each minute."""
+MORE: Mapping[str, Any] = {}
 ACCEPTED = "capture accepts a gap"
 FORGED = " "
 """The end of positions that others than relays write."""
@@ -230,7 +231,7 @@ class Fleet(Processes):
         await self._caught_up(SETTLE_S)
 
     async def launch(
-        self, point: str = "", skip: int = 0, *, stops: bool = False, **more: Any
+        self, point: str = "", skip: int = 0, *, stops: bool = False, more: Mapping[str, Any] = MORE
     ) -> Instance:
         """Start a relay, which may kill or stop itself at a moment; `more` are options of it."""
         name = f"r{next(self._numbers)}"
@@ -340,7 +341,7 @@ class Fleet(Processes):
         for instance in [each for each in self.instances if not each.running]:
             self.instances.remove(instance)
             log = instance.log.read_text(errors="replace")
-            text = (re.findall(r"ConfigurationError: (.*)", log) or [""])[-1]
+            text = (re.findall(r"^txbroker\S+: (.*)", log, re.MULTILINE) or [""])[-1]
             if not all(word in text for word in words):
                 self.wrong.append(f"{instance.name} does not name {words}: {log[-1500:]}")
         if self.instances:
@@ -417,14 +418,14 @@ class Fleet(Processes):
         if self.case.database == POSTGRESQL:
             await open_capture(str(self._mapping)).remove()
             await open_capture(str(self._mapping)).apply()
-        skipping = await self.launch(on_gap="skip")
+        await self.launch(more={"on_gap": "skip"})
         until_s = time.monotonic() + SETTLE_S
         before = await self.answered(self._visible)
         while not await self.answered(self._visible) - before and time.monotonic() < until_s:
             await asyncio.to_thread(self.shop.once, self.fate)
             await asyncio.sleep(0.5)
         self._settled |= await self.answered(self.shop.ids) - await self.answered(self._visible)
-        await self.stop(skipping)
+        await self._stop_all()
 
     # --- changes that a log does not show ----------------------------------------------------
 
@@ -474,9 +475,9 @@ class Fleet(Processes):
         """Go on as an operator does who has filled in what a sentence of a capture names."""
         skip = re.findall(r"--skip (\d+-\d+-\d+/\d+)", text)
         options: dict[str, Any] = {"skip": skip} if skip else {"on_gap": "skip"}
-        passing = await self.launch(**options)
+        await self.launch(more=options)
         await self._caught_up(SETTLE_S)
-        await self.stop(passing)
+        await self._stop_all()
         await self._fill_up()
 
     async def _add_foreign_key(self) -> None:
@@ -577,7 +578,7 @@ class Fleet(Processes):
     def _lacks(self, wanted: set[str]) -> bool:
         """Return whether a row is not delivered: not marked, or of a capture not in the topic."""
         if not self.case.captured:
-            return self.shop.delivered() < len(wanted)
+            return bool(wanted & self.shop.waiting())
         return bool(wanted - self._settled - self._visible())
 
     def _visible(self) -> set[str]:

@@ -166,10 +166,10 @@ class Shop:
             for (id,) in self.select(f"SELECT id FROM {table}")
         )
 
-    def delivered(self) -> int:
-        """Return the number of rows of the outbox that are marked as delivered."""
-        sql = "SELECT count(*) FROM txbroker_outbox WHERE state = 'GLOBAL_COMMIT'"
-        return int(self.select(sql)[0][0])
+    def waiting(self) -> set[str]:
+        """Return the ids of rows that are in the outbox, and not marked as delivered."""
+        sql = "SELECT message_value FROM txbroker_outbox WHERE state <> 'GLOBAL_COMMIT'"
+        return {bytes(value).decode().partition("|")[0] for (value,) in self.select(sql)}
 
     def changes(self) -> list[Change]:
         """Return all committed rows."""
