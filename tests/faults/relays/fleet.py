@@ -378,7 +378,8 @@ class Fleet(Processes):
         self._unshown |= mirrored ^ still
         if later:
             shop.open(3)
-            while len(await self.answered(shop.ids)) < len(committed) + 50:
+            beyond = len(committed) + (len(committed) - len(kept)) // 2
+            while len(await self.answered(shop.ids)) < beyond:
                 await asyncio.sleep(0.5)
             await asyncio.to_thread(shop.close)
             await self._fill_up()

@@ -9,7 +9,7 @@ It imports nothing of txbroker. The rules:
 | R3 | key and value are those of the row, and the headers name the relay and a unique id |
 | R4 | the rows of a transaction are in one delivery: one Kafka transaction, with one position |
 | R5 | per key, a transaction that ended before another began comes first; within one, its order |
-| R6 | a row of the outbox is GLOBAL_COMMIT if and only if it is visible |
+| R6 | each committed row is in the outbox, and GLOBAL_COMMIT if and only if it is visible |
 | R7 | what a database may forget is never ahead of the position in Kafka |
 | R8 | inserts and deletes of a mirrored table come to its rows |
 
@@ -249,6 +249,11 @@ class Judge:
                 last = change.txn, change.number
 
     def _states(self) -> Iterator[Violation]:
+        if self._found.queued is not None:
+            known = {queued.value.partition("|")[0] for queued in self._found.queued}
+            for change in self._found.changes:
+                if change.id not in known:
+                    yield Violation("R6", change.id, "it is not in the outbox")
         for queued in self._found.queued or ():
             row = queued.value.partition("|")[0]
             if (queued.state == "GLOBAL_COMMIT") != (row in self._records):

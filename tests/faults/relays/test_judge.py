@@ -112,6 +112,10 @@ def marked_but_not_visible(found: Found) -> None:
     found.queued = [*QUEUED, Queued(9, "id9", "GLOBAL_COMMIT", 0, lost_one.value)]
 
 
+def not_in_the_outbox(found: Found) -> None:
+    found.queued = QUEUED[:-1]
+
+
 def acknowledged_first(found: Found) -> None:
     found.samples = [Sample(6, 5)]
 
@@ -158,6 +162,7 @@ PLANTED: list[tuple[Callable[[Found], None], str]] = [
     (reordered_within, "R5"),
     (visible_but_not_marked, "R6"),
     (marked_but_not_visible, "R6"),
+    (not_in_the_outbox, "R6"),
     (acknowledged_first, "R7"),
     (lost_beside_a_restore, "R1"),
     (undone_but_unknown, "R2"),
