@@ -513,6 +513,8 @@ class Fleet(Processes):
 
     async def _forge(self) -> None:
         """Strangers write earlier positions, then later ones, while no relay runs."""
+        await asyncio.sleep(WAITING_S)
+        await self._caught_up(SETTLE_S)
         for later in (False, True):
             await self._stop_all()
             await asyncio.sleep(WAITING_S if later else 0)
