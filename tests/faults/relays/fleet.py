@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 from confluent_kafka import KafkaException, Producer
 
-from tests.faults.consuming.instance import LOSE_S
+from tests.faults.consuming.instance import LOSE_S, NO_KAFKA
 from tests.faults.consuming.tables import ERRORS, MARIADB, POSTGRESQL, Tables
 from tests.faults.processes import Instance, Processes
 from tests.faults.relays.instance import Given
@@ -340,13 +340,18 @@ class Fleet(Processes):
         text = ""
         for instance in [each for each in self.instances if not each.running]:
             self.instances.remove(instance)
+            if instance.process.returncode == NO_KAFKA:
+                continue
             log = instance.log.read_text(errors="replace")
             text = (re.findall(r"^txbroker\S+: (.*)", log, re.MULTILINE) or [""])[-1]
             if not all(word in text for word in words):
-                self.wrong.append(f"{instance.name} does not name {words}: {log[-1500:]}")
+                code = instance.process.returncode
+                self.wrong.append(f"{instance.name} ({code}) does not name {words}: {log[-1500:]}")
         if self.instances:
             self.wrong.append(f"{self.instances[0].name} goes on, without a sentence of {words}")
             return ""
+        if not text:
+            self.wrong.append(f"no relay has ended with a sentence of {words}")
         return text
 
     # --- a database that was put back --------------------------------------------------------

@@ -252,7 +252,7 @@ class Judge:
         if self._found.queued is not None:
             known = {queued.value.partition("|")[0] for queued in self._found.queued}
             for change in self._found.changes:
-                if change.id not in known:
+                if change.id not in known | self._found.settled:  # these may be purged at once
                     yield Violation("R6", change.id, "it is not in the outbox")
         for queued in self._found.queued or ():
             row = queued.value.partition("|")[0]
