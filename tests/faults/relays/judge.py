@@ -9,8 +9,12 @@ It imports nothing of txbroker. The rules:
 | R3 | key and value are those of the row, and the headers name the relay and a unique id |
 | R4 | the rows of a transaction are in one delivery: one Kafka transaction, with one position |
 | R5 | per key, a transaction that ended before another began comes first; within one, its order |
-| R6 | a row of the outbox is GLOBAL_COMMIT if and only if it is visible |
+| R6 | each committed row is in the outbox, and GLOBAL_COMMIT if and only if it is visible |
 | R7 | what a database may forget is never ahead of the position in Kafka |
+| R8 | inserts and deletes of a mirrored table come to its rows |
+
+After a restore of the database, rows that it took away may be visible once (R1, R2), and rows of a
+capture that an operator filled in may be missing.
 """
 
 from __future__ import annotations
@@ -20,11 +24,13 @@ import json
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 INSTALLATION, ID = "txb-installation", "txb-id"
+Key = tuple[str, str]
+"""A table, and the key of a row."""
 
 
 class Change(NamedTuple):
@@ -106,6 +112,13 @@ class Found:
         queued: the rows of the outbox; None: it is a capture.
         positions: the stored positions of an outbox, as JSON, in order.
         shards: how many the outbox is divided into; 0: other outboxes write to the topics, too.
+        undone: rows that were committed, and that restores of the database took away.
+        settled: ids of rows that an operator settled by hand: of a capture they may be missing, of
+            an outbox they are visible, and their deliveries are not among `positions`.
+        names: how many names the relay has had.
+        mirrored: the keys of the rows of mirrored tables, each with its table.
+        mirror: their records, as operation, table and key.
+        unshown: keys whose changes were refused or accepted as missing.
     """
 
     changes: Sequence[Change]
@@ -115,6 +128,12 @@ class Found:
     positions: Sequence[str] = ()
     shards: int = 1
     samples: Sequence[Sample] = field(default_factory=list)
+    undone: Sequence[Change] = ()
+    settled: Set[str] = frozenset()
+    names: int = 1
+    mirrored: Set[Key] = frozenset()
+    mirror: Sequence[tuple[str, Key]] = ()
+    unshown: Set[Key] = frozenset()
 
 
 class Judge:
@@ -122,7 +141,7 @@ class Judge:
 
     def __init__(self, found: Found) -> None:
         self._found = found
-        self._changes = {change.id: change for change in found.changes}
+        self._changes = {change.id: change for change in (*found.undone, *found.changes)}
         self._records: dict[str, list[Rec]] = defaultdict(list)
         for record in found.records:
             self._records[record.row].append(record)
@@ -137,12 +156,15 @@ class Judge:
             *self._ordered(),
             *self._states(),
             *self._acknowledged(),
+            *self._mirrored(),
         ]
 
     def _once(self) -> Iterator[Violation]:
+        filled = self._found.settled if self._found.queued is None else frozenset[str]()
+        missing = filled | {change.id for change in self._found.undone}
         for id in self._changes:
             count = len(self._records.get(id, ()))
-            if count != 1:
+            if count != 1 and (count or id not in missing):
                 yield Violation("R1", id, f"{count} records")
         for id in self._records.keys() - self._changes.keys():
             yield Violation("R2", id, f"visible without a row: {self._records[id][0]}")
@@ -159,7 +181,7 @@ class Judge:
                 if not id or ids.setdefault(id, row) != row:
                     yield Violation("R3", row, f"its id {id!r} is also that of {ids.get(id)}")
                 names.add(record.headers.get(INSTALLATION, ""))
-        if len(names) > 1 or "" in names:
+        if len(names) > self._found.names or "" in names:
             yield Violation("R3", "all", f"the headers name {names}")
 
     def _in_one_transaction(self) -> Iterator[Violation]:
@@ -186,12 +208,16 @@ class Judge:
             (first, last, number)
             for number, text in enumerate(self._found.positions)
             for page in json.loads(text).get("pages", ())
-            for first, last in _runs(page["runs"])
+            for first, last in runs_of(page["runs"])
         )
         deliveries = defaultdict(set)
         for queued in self._found.queued:
             change = self._changes.get(queued.value.partition("|")[0])
-            if change is None or queued.state != "GLOBAL_COMMIT":
+            if (
+                change is None
+                or queued.state != "GLOBAL_COMMIT"
+                or change.id in self._found.settled
+            ):
                 continue
             found = [number for first, last, number in runs if first <= queued.position <= last]
             shard = queued.shard % self._found.shards
@@ -223,6 +249,11 @@ class Judge:
                 last = change.txn, change.number
 
     def _states(self) -> Iterator[Violation]:
+        if self._found.queued is not None:
+            known = {queued.value.partition("|")[0] for queued in self._found.queued}
+            for change in self._found.changes:
+                if change.id not in known | self._found.settled:  # these may be purged at once
+                    yield Violation("R6", change.id, "it is not in the outbox")
         for queued in self._found.queued or ():
             row = queued.value.partition("|")[0]
             if (queued.state == "GLOBAL_COMMIT") != (row in self._records):
@@ -238,8 +269,19 @@ class Judge:
                     "R7", "the database", f"forgets {sample.forgotten}, Kafka has {sample.position}"
                 )
 
+    def _mirrored(self) -> Iterator[Violation]:
+        rows: set[Key] = set()
+        for operation, key in self._found.mirror:
+            if operation == "insert":
+                rows.add(key)
+            else:
+                rows.discard(key)
+        for key in sorted((rows ^ self._found.mirrored) - self._found.unshown):
+            where = "records" if key in rows else "table"
+            yield Violation("R8", " ".join(key), f"only in the {where}")
 
-def _runs(packed: str) -> Iterator[tuple[int, int]]:
+
+def runs_of(packed: str) -> Iterator[tuple[int, int]]:
     """Yield the first and last position of each run of a page."""
     numbers = iter(json.loads(zlib.decompress(base64.b64decode(packed))))
     end = 0

@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 from tests.databases.places import connect
-from tests.faults.consuming.tables import ERRORS, SQLITE, Tables, execute
-from tests.faults.relays.judge import Change, Queued, Txn
+from tests.faults.consuming.tables import ERRORS, POSTGRESQL, SQLITE, Tables, execute
+from tests.faults.relays.judge import Change, Key, Queued, Txn
 from txbroker.databases import from_url
 from txbroker.errors import TxbrokerError
 from txbroker.relay import Message, Outbox
@@ -21,6 +21,8 @@ ROWS_MAX = 5
 BIG_SHARE, BIG_ROWS, BIG_BYTES = 0.01, 40, 60_000
 """Of transactions that are larger than a piece of a delivery."""
 _PAUSE_S = 0.3
+MIRRORED = ("parts", "items")
+"""Captured tables that only faults change: one has partitions, the other gets a foreign key."""
 COLUMNS = "id, txn, number, message_key, value"
 
 
@@ -62,9 +64,19 @@ class Shop:
             )
         if self.outbox is not None:
             self.outbox.create()
+            return
+        listed = "" if self.kind == POSTGRESQL else " (PARTITION part_0 VALUES IN (0))"
+        self.run(
+            "CREATE TABLE parts (id BIGINT, slice BIGINT, PRIMARY KEY (id, slice)) "
+            f"PARTITION BY LIST (slice){listed}",
+            *(["CREATE TABLE part_0 PARTITION OF parts FOR VALUES IN (0)"] if not listed else ()),
+            "CREATE TABLE parents (id BIGINT PRIMARY KEY)",
+            "CREATE TABLE items (id BIGINT PRIMARY KEY, parent BIGINT)",
+        )
 
     def open(self, writers: int) -> None:
-        """Begin to write."""
+        """Begin to write, also again after `close`."""
+        self._over.clear()
         self._threads = [
             threading.Thread(target=self._write, args=(number, writers), daemon=True)
             for number in range(writers)
@@ -77,6 +89,11 @@ class Shop:
         self._over.set()
         for thread in self._threads:
             thread.join()
+
+    def once(self, fate: random.Random) -> None:
+        """Write one transaction; it may be rolled back."""
+        with contextlib.closing(connect(self.url)) as connection:
+            self._transaction(connection, fate)
 
     # --- transactions ------------------------------------------------------------------------
 
@@ -129,29 +146,43 @@ class Shop:
 
     # --- tables ------------------------------------------------------------------------------
 
-    def count(self) -> int:
-        """Return the number of committed rows."""
-        return int(self._select("SELECT count(*) FROM orders")[0][0])
+    def run(self, *statements: str) -> None:
+        """Execute statements, each in a transaction."""
+        with self._tables.connection() as connection:
+            for each in statements:
+                execute(connection, each)
 
-    def delivered(self) -> int:
-        """Return the number of rows of the outbox that are marked as delivered."""
-        sql = "SELECT count(*) FROM txbroker_outbox WHERE state = 'GLOBAL_COMMIT'"
-        return int(self._select(sql)[0][0])
+    def ids(self) -> set[str]:
+        """Return the ids of committed rows."""
+        return {id for (id,) in self.select("SELECT id FROM orders")}
+
+    def mirrored(self) -> frozenset[Key]:
+        """Return the keys of the rows of mirrored tables."""
+        if self.outbox is not None:
+            return frozenset()
+        return frozenset(
+            (table, str(id))
+            for table in MIRRORED
+            for (id,) in self.select(f"SELECT id FROM {table}")
+        )
+
+    def waiting(self) -> set[str]:
+        """Return the ids of rows that are in the outbox, and not marked as delivered."""
+        sql = "SELECT message_value FROM txbroker_outbox WHERE state <> 'GLOBAL_COMMIT'"
+        return {bytes(value).decode().partition("|")[0] for (value,) in self.select(sql)}
 
     def changes(self) -> list[Change]:
         """Return all committed rows."""
         return [
             Change(id, int(txn), int(number), key, value)
-            for id, txn, number, key, value in self._select(f"SELECT {COLUMNS} FROM orders")
+            for id, txn, number, key, value in self.select(f"SELECT {COLUMNS} FROM orders")
         ]
 
     def queued(self) -> list[Queued] | None:
         """Return the rows of the outbox; None: there is none."""
         if self.outbox is None:
             return None
-        found = self._select(
-            "SELECT position, id, state, shard, message_value FROM txbroker_outbox"
-        )
+        found = self.select("SELECT position, id, state, shard, message_value FROM txbroker_outbox")
         return [
             Queued(int(position), id, state, int(shard), bytes(value).decode())
             for position, id, state, shard, value in found
@@ -159,12 +190,13 @@ class Shop:
 
     def forgotten(self, slot: str) -> int | None:
         """Return up to where a slot of PostgreSQL may forget; None: nothing yet."""
-        found = self._select(
+        found = self.select(
             "SELECT confirmed_flush_lsn - '0/0' FROM pg_replication_slots "
             f"WHERE slot_name = '{slot}'"
         )
         return int(found[0][0]) if found else None
 
-    def _select(self, sql: str) -> list[Any]:
+    def select(self, sql: str) -> list[Any]:
+        """Return the rows of a statement."""
         with self._tables.connection() as connection:
             return execute(connection, sql)

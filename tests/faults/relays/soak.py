@@ -36,9 +36,10 @@ RESULTS = ROOT / "docs/reference/relay-fault-runs.jsonl"
 PAGE = ROOT / "docs/reference/relay-fault-runs.md"
 HEAD = """# Fault runs of relays
 What runs of `python -m tests.faults.relays.soak` came to: relays as processes on real databases
-and a real Kafka, under load, while they, the database and Kafka break. Then all is delivered, and
-the independent judge (`tests/faults/relays/judge.py`) compares rows with records. After each fault
-everything that was committed must become visible before the next one.
+and a real Kafka, under load, while they, the database and Kafka break, the server's data are put
+back to an earlier moment, tables change unseen, and strangers write positions. Then all is
+delivered, and the independent judge (`tests/faults/relays/judge.py`) compares rows with records.
+After each fault everything that was committed must become visible before the next one.
 
 Made by `python -m tests.faults.relays.soak --table` from `relay-fault-runs.jsonl`.
 """

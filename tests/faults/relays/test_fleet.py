@@ -17,7 +17,7 @@ CHOSEN = {
     Case("sqlite"): _AT[::3],
     Case("postgresql"): [*_AT[1::3], "database killed", "stopped at relay.ending"],
     Case("mariadb"): [*_AT[2::3], "answers lost", "stopped at relay.written"],
-    Case("postgresql", captured=True): ["killed at relay.committed"],
+    Case("postgresql", captured=True): ["killed at relay.committed", "forged positions"],
 }
 """Each moment once; the soak tries all on all."""
 

@@ -112,8 +112,38 @@ def marked_but_not_visible(found: Found) -> None:
     found.queued = [*QUEUED, Queued(9, "id9", "GLOBAL_COMMIT", 0, lost_one.value)]
 
 
+def not_in_the_outbox(found: Found) -> None:
+    found.queued = QUEUED[:-1]
+
+
 def acknowledged_first(found: Found) -> None:
     found.samples = [Sample(6, 5)]
+
+
+def lost_beside_a_restore(found: Found) -> None:
+    found.settled, found.records = frozenset({"1.0"}), RECORDS[:-1]
+
+
+def undone_but_unknown(found: Found) -> None:
+    found.undone, found.records = [change(4, 0)], [*RECORDS, record(5, change(5, 0))]
+
+
+def undone_and_doubled(found: Found) -> None:
+    found.undone, found.txns = [change(4, 0)], [*TXNS, Txn(4, 4.0, 5.0)]
+    found.records = [*RECORDS, record(5, change(4, 0)), record(6, change(4, 0))]
+
+
+def settled_but_lost(found: Found) -> None:
+    found.settled, found.records = frozenset({"3.0"}), RECORDS[:-1]
+
+
+def unshown_insert(found: Found) -> None:
+    found.mirrored = frozenset({("parts", "1"), ("parts", "2")})
+    found.mirror = [("insert", ("parts", "1"))]
+
+
+def unshown_delete(found: Found) -> None:
+    found.mirror = [("insert", ("parts", "1"))]
 
 
 PLANTED: list[tuple[Callable[[Found], None], str]] = [
@@ -132,7 +162,14 @@ PLANTED: list[tuple[Callable[[Found], None], str]] = [
     (reordered_within, "R5"),
     (visible_but_not_marked, "R6"),
     (marked_but_not_visible, "R6"),
+    (not_in_the_outbox, "R6"),
     (acknowledged_first, "R7"),
+    (lost_beside_a_restore, "R1"),
+    (undone_but_unknown, "R2"),
+    (undone_and_doubled, "R1"),
+    (settled_but_lost, "R1"),
+    (unshown_insert, "R8"),
+    (unshown_delete, "R8"),
 ]
 
 
@@ -146,6 +183,22 @@ def test_planted_fault_is_found(plant: Callable[[Found], None], rule: str) -> No
     found = replace(GOOD)
     plant(found)
     assert rule in {violation.rule for violation in Judge(found).judge()}
+
+
+def test_a_restore_and_its_operator_are_accepted() -> None:
+    undone = change(4, 0)
+    gone, kept = ("parts", "1"), ("parts", "2")
+    restored = replace(
+        GOOD,
+        undone=[undone, change(5, 0)],
+        txns=[*TXNS, Txn(4, 4.0, 5.0), Txn(5, 4.0, 5.0)],
+        records=[*RECORDS, record(6, undone)],
+        mirrored=frozenset({kept}),
+        mirror=[("insert", gone), ("insert", kept)],
+        unshown=frozenset({gone}),
+    )
+    filled = replace(restored, queued=None, settled=frozenset({"3.0"}), records=RECORDS[:-1])
+    assert [Judge(each).judge() for each in (restored, filled)] == [[], []]
 
 
 def test_transactions_at_the_same_time_have_any_order() -> None:

@@ -60,7 +60,7 @@ def decoder(*columns: tuple[str, int]) -> Decoder:
     """Return a decoder that knows the table `orders`."""
     made = Decoder([("public", "orders")])
     described = made.decode(relation(*(columns or (("id", INT), ("item", TEXT)))))
-    assert described == Described(*OF_ORDERS, Identity(False, frozenset({"id"})), again=False)
+    assert described == Described(*OF_ORDERS, Identity(False, frozenset({"id"})))
     return made
 
 

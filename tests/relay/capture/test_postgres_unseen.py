@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 from collections.abc import Sequence
 from contextlib import closing
@@ -210,6 +212,25 @@ async def test_an_altered_table_is_checked_at_once(pg: PgWorld) -> None:
     )
     with pytest.raises(ConfigurationError, match="rows written again"):
         await read_until(source, 3)
+
+
+async def test_a_partition_that_came_and_went_while_it_runs_stops_it(pg: PgWorld) -> None:
+    """Its first row also is the first of its table in the stream."""
+    pg.execute(*SETUP)
+    pg.mapping.tables = (PARTED,)
+    source = await pg.started()
+    pg.execute(
+        "CREATE TABLE parted_3 PARTITION OF parted FOR VALUES FROM (20) TO (30)",
+        "INSERT INTO parted VALUES (21, 'c')",
+    )
+    await read_until(source, 1)
+    known = source._catalog
+    with contextlib.suppress(AssertionError):
+        await until(lambda: source._catalog is not known, 3)
+    pg.execute("DROP TABLE parted_3", "INSERT INTO parted VALUES (2, 'd')")
+    with pytest.raises(ConfigurationError, match="1 of its partitions were dropped"):
+        async with asyncio.timeout(20):
+            await read_until(source, 9)
 
 
 async def test_rows_of_a_renamed_table_are_captured(pg: PgWorld) -> None:

@@ -443,7 +443,8 @@ class _Reader:
         expected: whether it is still to be read again: the stream before it is passed over.
         elsewhere: it is missing: this is another history.
         problem: why changes cannot be shown as the mapping wants them; "" if they can.
-        altered: something about a table has changed.
+        altered: a table was described: it may have changed, or have a partition that a check does
+            not know.
     """
 
     def __init__(
@@ -528,7 +529,7 @@ class _Reader:
         elif isinstance(event, Described):
             table = self._tables[event.schema, event.table]
             self.problem = self.problem or pgfacts.identity_problem(table, event.identity)
-            self.altered = self.altered or event.again
+            self.altered = True
         elif isinstance(event, LogicalMessage):
             self._emitted(event)
         elif isinstance(event, tuple):

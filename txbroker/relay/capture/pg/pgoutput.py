@@ -74,13 +74,11 @@ class Described(Struct, frozen=True, gc=False):
 
     Attributes:
         identity: of its rows.
-        again: it was described before: something about it has changed since.
     """
 
     schema: str
     table: str
     identity: Identity
-    again: bool
 
 
 class Commit(Struct, frozen=True, gc=False):
@@ -339,12 +337,11 @@ class Decoder:
         _expect(at == len(data), "its end")
         place = self._oids.get(oid, (schema or "pg_catalog", table))
         wanted = place in self._tables
-        again = oid in self.relations
         self.relations[oid] = Relation(*place, columns, key, wanted)
         found = Identity(full, frozenset(key))
         before, self._described = self._described, None
         if wanted:
-            self._described = Described(*place, found, again)
+            self._described = Described(*place, found)
         elif before is not None:  # the partition whose rows follow
             return structs.replace(before, identity=before.identity.of_partition(found))
         return self._described
