@@ -14,6 +14,7 @@ import sys
 from txbroker.cli.demo.worker import report
 from txbroker.consumer import Consumer, InDatabase, ReceivedMessage
 from txbroker.databases import SQLite
+from txbroker.proxy.observe.logging import configure_logging
 
 IN_TRANSACTION, AFTER_COMMIT = "in the transaction", "after the commit"
 PARTITIONS = 4
@@ -64,4 +65,5 @@ async def main(
 
 
 if __name__ == "__main__":
+    configure_logging("auto", "error")  # the demo itself says that a process was killed
     asyncio.run(main(*sys.argv[1:]))
