@@ -138,6 +138,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     tool = item.get_closest_marker("needs_tool") is not None
     if (folder in _FULL or real or tool) and not item.get_closest_marker("quick"):
         item.add_marker("full")
+    if folder == "spark":  # on a busy machine; a marker at the test counts first
+        item.add_marker(pytest.mark.timeout(300), append=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
