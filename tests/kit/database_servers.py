@@ -333,6 +333,7 @@ class MariaServer(DatabaseServer):
             f"--datadir={self.folder / 'data'}",
             "--auth-root-authentication-method=normal",
             "--skip-test-db",
+            f"--tmpdir={self.folder}",  # see `_configure`
             "--innodb-log-file-size=16M",
             "--innodb-flush-method=nosync",
         )
