@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -504,15 +505,12 @@ def _buffers(shop: Shop, rows: WaitingRows, floor: str) -> int:
 
 
 async def test_two_relays_share_the_shards_and_take_each_other_over(shop: Shop) -> None:
-    first, second = shop.relay(shards=4, lease_s=1), shop.relay(lease_s=1)
-    async with first:
-        assert first.statistics()["shards"] == 4
-        async with second:
-            await until(
-                lambda: first.statistics()["shards"] == second.statistics()["shards"] == 2, 20
-            )
-            shop.add(range(200))
-            await second.drain(timeout_s=20)
+    first, second = (shop.relay(shards=4, lease_s=1) for _ in range(2))
+    async with contextlib.AsyncExitStack() as stack:
+        await asyncio.gather(*map(stack.enter_async_context, (first, second)))
+        await until(lambda: first.statistics()["shards"] == second.statistics()["shards"] == 2, 20)
+        shop.add(range(200))
+        await second.close()
         await until(lambda: first.statistics()["shards"] == 4, 20)
         shop.add(range(200, 220))
         await first.drain(timeout_s=20)
@@ -523,7 +521,7 @@ async def test_shards_are_divided_while_no_relay_runs(sqlite_shop: Shop) -> None
     shop = sqlite_shop
     async with shop.relay(lease_s=1):
         with pytest.raises(ConfigurationError, match=r"1 shards, which running relays own: stop"):
-            await shop.relay(shards=2).start()
+            await shop.relay(shards=2, lease_s=1).start()
     for shards in (2, 16, 1):
         shop.add(range(shards * 100, shards * 100 + 50))
         async with shop.relay(shards=shards) as relay:

@@ -35,6 +35,7 @@ _UPKEEP_S, _PURGE_S = 5.0, 60.0
 _START_S = 3.0
 """How long a start waits for the first leases."""
 _DRAIN_PAUSE_S, _DRAIN_PAUSE_MAX_S = 0.005, 0.1
+_DIVIDE_PAUSE_S = 0.2
 _CAUSES = 3
 
 
@@ -79,9 +80,8 @@ class RunningRelay:
         self._thread = self._open_thread()
         self._leases = Leases(self._database.dialect, process_name(), settings.lease_s)
         self._named = await self._thread.read(self._leases.named)
-        if settings.shards not in (None, self._named.shards):
+        if settings.shards is not None:
             await self._divide(settings.shards)
-            self._named = await self._thread.read(self._leases.named)
         self._shards = Shards(
             self._thread, self._leases, settings.lease_s, self._pumps().open, self._fail
         )
@@ -154,12 +154,27 @@ class RunningRelay:
     # --- shards ----------------------------------------------------------------------------------
 
     async def _divide(self, shards: int) -> None:
-        """Divide the rows into another number of shards, after what the present owners delivered
-        is marked: a shard knows only its own position.
+        """Divide the rows into a number of shards. A relay that starts at the same time may do so,
+        and one that was killed has its leases until they end.
 
         Raises:
             ConfigurationError: other relays run.
         """
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._settings.lease_s
+        while self._named.shards != shards:
+            if not await self._try_to_divide(shards) and loop.time() > end_s:
+                raise ConfigurationError(
+                    f"the outbox has {self._named.shards} shards, which running relays own: stop "
+                    f"them before a relay starts with shards={shards}, or leave shards out"
+                )
+            self._named = await self._thread.read(self._leases.named)
+            if self._named.shards != shards:
+                await asyncio.sleep(_DIVIDE_PAUSE_S)
+
+    async def _try_to_divide(self, shards: int) -> bool:
+        """Divide the rows, after what the present owners delivered is marked: a shard knows only
+        its own position. Return False if others own shards."""
         present = self._named.shards
         taken = await self._thread.transaction(lambda: self._leases.take(present))
         try:
@@ -169,13 +184,9 @@ class RunningRelay:
         except BaseException:
             await self._thread.transaction(lambda: self._leases.release(taken))
             raise
-        if not divided:
-            if taken:
-                await self._thread.transaction(lambda: self._leases.release(taken))
-            raise ConfigurationError(
-                f"the outbox has {present} shards, which running relays own: stop them before a "
-                f"relay starts with shards={shards}, or leave shards out"
-            )
+        if not divided and taken:
+            await self._thread.transaction(lambda: self._leases.release(taken))
+        return divided
 
     # --- drain -----------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 INSTALLATION, ID = "txb-installation", "txb-id"
 Key = tuple[str, str]
@@ -204,11 +204,15 @@ class Judge:
     def _in_one_delivery(self) -> Iterator[Violation]:
         if self._found.queued is None or not self._found.shards:
             return
+        # A page comes again as long as its rows cannot be marked, as where others lock them.
+        begun: dict[str, tuple[int, Any]] = {}
+        for number, text in enumerate(self._found.positions):
+            for page in json.loads(text).get("pages", ()):
+                begun.setdefault(json.dumps(page), (number, page["runs"]))
         runs = sorted(
             (first, last, number)
-            for number, text in enumerate(self._found.positions)
-            for page in json.loads(text).get("pages", ())
-            for first, last in runs_of(page["runs"])
+            for number, packed in begun.values()
+            for first, last in runs_of(packed)
         )
         deliveries = defaultdict(set)
         for queued in self._found.queued:

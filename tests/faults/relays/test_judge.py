@@ -175,6 +175,8 @@ PLANTED: list[tuple[Callable[[Found], None], str]] = [
 
 def test_good_run_is_accepted() -> None:
     assert Judge(GOOD).judge() == []
+    unmarked = json.dumps({"pages": [json.loads(each)["pages"][0] for each in POSITIONS]})
+    assert Judge(replace(GOOD, positions=[POSITIONS[0], unmarked])).judge() == [], "rows are locked"
     assert Judge(replace(GOOD, queued=None, positions=())).judge() == [], "a capture"
 
 
