@@ -123,7 +123,7 @@ def _refuse(steps: Sequence[Step]) -> None:
     "--skip",
     multiple=True,
     metavar="ID",
-    help="Leave out the change with this id, as an error names it. Repeatable.",
+    help="Leave out the change or transaction with this id, as an error names it. Repeatable.",
 )
 @running_options
 def run_command(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -254,6 +255,16 @@ def _xa(maria: MariaWorld) -> None:
     )
 
 
+def _undone(maria: MariaWorld) -> None:
+    maria.execute(
+        "BEGIN",
+        "CREATE TEMPORARY TABLE seen (id INT) ENGINE=Aria",
+        "INSERT INTO orders VALUES (2, 'x')",
+        "INSERT INTO seen VALUES (2)",
+        "ROLLBACK",
+    )
+
+
 def _in_session(setting: str) -> Callable[[MariaWorld], None]:
     def change(maria: MariaWorld) -> None:
         maria.admin(f"SET SESSION {setting}", "UPDATE orders SET item = 'y'")
@@ -297,6 +308,32 @@ async def test_lost_changes_stop_a_capture_unless_gaps_are_skipped(
     await source.resume(position)
     maria.execute("INSERT INTO orders VALUES (9, 'after')")
     assert (await read_until(source, 1)).changes == [("insert", 9, "after")]
+
+
+@pytest.mark.parametrize(
+    ("cause", "sentence"),
+    [
+        pytest.param(_xa, "XA transaction .* changes .*orders", id="xa"),
+        pytest.param(_undone, "was rolled back in part", id="rollback"),
+    ],
+)
+async def test_a_transaction_is_left_out_by_its_id(
+    maria: MariaWorld, cause: Callable[[MariaWorld], None], sentence: str
+) -> None:
+    position = await _left(maria)
+    cause(maria)
+    maria.execute("INSERT INTO orders VALUES (9, 'after')")
+    with pytest.raises(ConfigurationError, match=sentence) as error:
+        await read_until(await maria.source(position), 1)
+    found = re.search(r"run with --skip (\S+?),? ", f"{error.value} ")
+    assert found is not None
+    source = await maria.source(position, skip=[found[1].rstrip(";,.")])
+    taken = await read_until(source, 1)
+    assert taken.changes == [("insert", 9, "after")]
+    assert source.conversion.left_out["skip"] == 1
+    # The position after it can be compared.
+    maria.execute("INSERT INTO orders VALUES (10, 'more')")
+    assert (await read_until(await maria.source(taken.position), 1)).changes[0][1] == 10
 
 
 async def _not_compared(source: Any, position: bytes) -> None:

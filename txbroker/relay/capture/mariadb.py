@@ -244,7 +244,7 @@ class MariadbSource:
 
     Args:
         on_gap: "skip": where changes were lost, go on at the end of the log, instead of stopping.
-        skip: ids of changes, as errors name them, that are left out.
+        skip: ids of changes and transactions, as errors name them, that are left out.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class MariadbSource:
             start = Position(start.gtids)
         self._gap, self._uncompared = "", False
         self.conversion.begin(steps)
-        binlog = Binlog(database, mapping.tables, facts, start)
+        binlog = Binlog(database, mapping.tables, facts, start, self.conversion.skips)
         self._reader = _Reader(
             binlog, self.conversion, self._inspect, self._lost, self._not_compared
         )

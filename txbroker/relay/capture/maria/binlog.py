@@ -11,7 +11,7 @@ import logging
 import secrets
 import socket
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -173,13 +173,19 @@ class Binlog:
         tables: whose rows are wanted.
         facts: of the server.
         position: where to begin; with `before` the last transaction is compared first.
+        skips: returns whether an operator leaves the transaction with this GTID out.
 
     Attributes:
         facts: to be replaced after `TablesChanged`.
     """
 
     def __init__(
-        self, database: MariaDB, tables: Sequence[CapturedTable], facts: Facts, position: Position
+        self,
+        database: MariaDB,
+        tables: Sequence[CapturedTable],
+        facts: Facts,
+        position: Position,
+        skips: Callable[[str], bool],
     ) -> None:
         self._name = database.name
         self._options = database.options
@@ -189,6 +195,7 @@ class Binlog:
         self._charsets = Charsets(facts.collations, self._ask)
         self._compared = position if position.before else None
         """The position whose last transaction is to be read again first."""
+        self._skips, self._skipped = skips, False
         start = position.before or position.gtids
         self._position = gtids(start)
         self._connections: list[Any] = []
@@ -250,6 +257,7 @@ class Binlog:
                 self._ours, self._rows = False, 0
                 if self._compared is None:
                     yield info
+                    self._skipped = self._skips(info.id)
             elif kind is HeartbeatLogEvent:
                 yield Alive()
             elif kind is RotateEvent:
@@ -264,16 +272,18 @@ class Binlog:
                 yield from self._ended(info)
                 info = None
             elif kind is ExecuteLoadQueryEvent:
-                if self._compared is None:
+                if self._compared is None and not self._skipped:
                     yield statement_gap(self._tables, "LOAD DATA")
             elif kind is QueryEvent:
-                if self._compared is None:
+                if self._skipped:
+                    yield TablesChanged()  # perhaps
+                elif self._compared is None:
                     yield from self._statement(event, info)
                 if flags & _STANDALONE or event.query in ("COMMIT", "ROLLBACK"):
                     yield from self._ended(info)
                     info = None
             else:
-                if flags & _PREPARED_XA and self._compared is None:
+                if flags & _PREPARED_XA and self._compared is None and not self._skipped:
                     self._refuse_xa(event, info)
                 yield from self._changes(event)
 
@@ -412,7 +422,8 @@ class Binlog:
                 self._name,
                 f"XA transaction {info.id} changes {event.schema}.{event.table}; whether it is "
                 "committed is unknown when the binary log shows its rows, so a capture cannot read "
-                "it: use no XA transactions on captured tables",
+                "it: use no XA transactions on captured tables; to leave this one out, compare its "
+                f"rows with the topic, and run with --skip {info.id}",
             )
 
     def _statement(self, event: QueryEvent, info: TransactionInfo) -> Iterator[Event]:
@@ -421,7 +432,8 @@ class Binlog:
                 self._name,
                 f"transaction {info.id} was rolled back in part, and the binary log has its rows, "
                 "because it also changed tables of engines without transactions: change them with "
-                "ALTER TABLE … ENGINE=InnoDB",
+                "ALTER TABLE … ENGINE=InnoDB; rows of tables with transactions are undone, so to "
+                f"leave this transaction out run with --skip {info.id}",
             )
         found = self._read_statement(event)
         for table in found.truncated:
@@ -451,7 +463,7 @@ class Binlog:
         self._ours = True
         data = event.packet.packet.read_all()[: event.event_size - event.packet.read_bytes]
         self._rows = crc32(data, self._rows)
-        if self._compared is not None:
+        if self._compared is not None or self._skipped:
             return
         _check_whole(self._name, event)
         change = partial(Change, event.schema, event.table, _OPERATIONS[type(event)])
