@@ -247,6 +247,10 @@ async def test_replaced_rows_need_consent(captured: Captured) -> None:
         ('key = ["item"]', StepState.REFUSED),
     ):
         assert "REPLACE removes" in texts(await open_capture(captured.map(entry)).plan(), state)
+    captured.service.executescript(
+        "DROP TABLE orders; CREATE TABLE orders (id TEXT COLLATE NOCASE PRIMARY KEY, item)"
+    )
+    assert "REPLACE removes" in texts(await open_capture(captured.map()).plan(), StepState.REFUSED)
     inserts = open_capture(captured.map('operations = ["insert"]'))
     assert "REPLACE" not in texts(await inserts.plan(), StepState.REFUSED)
 

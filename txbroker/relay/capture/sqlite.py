@@ -40,7 +40,7 @@ class Found(Struct, frozen=True):
 
     Attributes:
         columns: of each table that exists, with their place in the primary key, 0 if none.
-        unique: the columns of its unique indexes, None for an expression.
+        unique: the columns of its unique indexes, None for an expression or a collation.
         triggers: SQL of the capture's triggers by name.
         outbox: why the outbox tables cannot be used; "" if they can.
         missing: whether they are missing.
@@ -118,8 +118,10 @@ def _look(mapping: TableMappings, name: str) -> Steps[Found]:
         if found.rows:
             columns[schema, table] = [(str(row[0]), int(row[1])) for row in found.rows]
             found = yield Query(
-                "SELECT l.name, i.name FROM pragma_index_list(?) AS l "
-                'JOIN pragma_index_info(l.name) AS i WHERE l."unique"',
+                # Other collations take keys for the same whose messages have different ones.
+                "SELECT l.name, CASE i.coll WHEN 'BINARY' THEN i.name END "
+                "FROM pragma_index_list(?) AS l JOIN pragma_index_xinfo(l.name) AS i "
+                'WHERE l."unique" AND i.key',
                 (table,),
             )
             indexes: dict[str, set[str | None]] = {}
