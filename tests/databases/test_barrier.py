@@ -24,7 +24,7 @@ from tests.kit.until import unique
 from txbroker.core.records import CheckReason, Decision
 from txbroker.databases import barrier as module
 from txbroker.databases.database import DatabaseUnavailable
-from txbroker.databases.dialect import POSTGRESQL, Fault
+from txbroker.databases.dialect import MARIADB, POSTGRESQL, Fault
 from txbroker.errors import BadRequest, ConfigurationError
 from txbroker.sdk import (
     AlreadyRecorded,
@@ -314,6 +314,11 @@ def test_exhausted_pools_are_unavailable() -> None:
 
     for error in (PoolTimeout(), psycopg.errors.ConnectionTimeout(), PoolExhausted()):
         assert POSTGRESQL.fault(error) is Fault.UNAVAILABLE
+
+
+def test_a_shutdown_during_commit_is_no_fault_of_the_caller() -> None:
+    error = pymysql.OperationalError(1180, 'Got error 1 "Operation not permitted" during COMMIT')
+    assert MARIADB.fault(error) is Fault.UNAVAILABLE
 
 
 def test_sqlite_barrier_creates_its_table_only(tmp_path: Path, id: str) -> None:

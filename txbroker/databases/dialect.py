@@ -205,6 +205,7 @@ _BY_NUMBER: Mapping[int, Fault] = {
     **dict.fromkeys((1040, 1129, 1203), Fault.UNAVAILABLE),  # too many connections, host blocked
     **dict.fromkeys((0, 1158, 1159, 1160, 1161), Fault.UNAVAILABLE),  # connection lost
     **dict.fromkeys((1053, 1927, 4031), Fault.UNAVAILABLE),  # shutdown, killed, idle for too long
+    **dict.fromkeys((1180, 1181), Fault.UNAVAILABLE),  # the same, during COMMIT or ROLLBACK
     **dict.fromkeys((1317, 1969), Fault.UNAVAILABLE),  # the statement was ended, or took too long
     **dict.fromkeys((1290, 1836), Fault.UNAVAILABLE),  # read only
     **dict.fromkeys((1021, 1037, 1041), Fault.UNAVAILABLE),  # disk or memory is full
