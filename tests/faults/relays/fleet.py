@@ -194,7 +194,7 @@ class Fleet(Processes):
         """Write the mapping file."""
         mirrored = "".join(
             f'[[tables]]\ntable = "{table}"\ntopic = "{self._mirror}"\nkey = "id"\n'
-            f'operations = ["insert", "delete"]\naccept = [{accept}]\n'
+            f'operations = ["insert", "delete"]\naccept = ["truncates", {accept}]\n'
             for table in MIRRORED
         )
         self._mapping.write_text(

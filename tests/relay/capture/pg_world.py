@@ -22,6 +22,7 @@ from txbroker.relay.capture.changes import (
     Emitted,
     Operation,
     TransactionInfo,
+    Unshown,
 )
 from txbroker.relay.capture.pg import facts as pgfacts
 from txbroker.relay.capture.postgres import PostgresSource
@@ -31,9 +32,11 @@ _REPLICATION = "ALTER ROLE txbroker REPLICATION"
 ALL: frozenset[Operation] = frozenset({"insert", "update", "delete", "truncate"})
 
 
-def captured(table: str, *, before: bool = False, operations: Any = ALL) -> CapturedTable:
+def captured(
+    table: str, *, before: bool = False, operations: Any = ALL, accept: Sequence[Unshown] = ()
+) -> CapturedTable:
     """Return a table of schema public with key `id`."""
-    return CapturedTable("public", table, frozenset(operations), ("id",), before)
+    return CapturedTable("public", table, frozenset(operations), ("id",), before, frozenset(accept))
 
 
 @dataclass

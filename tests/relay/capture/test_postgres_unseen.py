@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from contextlib import closing
 
+import msgspec
 import psycopg
 import pytest
 from msgspec import structs
@@ -23,12 +24,16 @@ from txbroker.relay.capture.pg import facts as pgfacts
 from txbroker.relay.capture.pg import position as pgposition
 from txbroker.relay.capture.setup import Gap, StepState, refusals
 
-PARTED = captured("parted", operations=["insert", "update", "delete"])
+DEFAULT = ("insert", "update", "delete")
+PARTED = captured("parted", operations=DEFAULT, accept=["truncates"])
 TABLES = (captured("orders"), PARTED)
 SETUP = (
     "CREATE TABLE parted (id int PRIMARY KEY, item text) PARTITION BY RANGE (id)",
     "CREATE TABLE parted_1 PARTITION OF parted FOR VALUES FROM (0) TO (10)",
     "CREATE TABLE parted_2 PARTITION OF parted FOR VALUES FROM (10) TO (20)",
+    "CREATE TABLE parted_3 PARTITION OF parted FOR VALUES FROM (30) TO (50) "
+    "PARTITION BY RANGE (id)",
+    "CREATE TABLE parted_3_1 PARTITION OF parted_3 FOR VALUES FROM (30) TO (40)",
     "CREATE TABLE apart (id int NOT NULL, item text)",
     "INSERT INTO orders VALUES (1, 'a')",
     "INSERT INTO parted VALUES (1, 'a'), (11, 'b')",
@@ -42,8 +47,8 @@ SHOWN: Sequence[str] = (
     "ALTER TABLE orders ALTER item SET NOT NULL",
     "ALTER TABLE orders RENAME item TO thing",
     "ALTER TABLE orders DROP item",
-    "CREATE TABLE parted_3 PARTITION OF parted FOR VALUES FROM (20) TO (30)",
-    "CREATE TABLE parted_3 PARTITION OF parted FOR VALUES FROM (20) TO (30); "
+    "CREATE TABLE parted_4 PARTITION OF parted FOR VALUES FROM (20) TO (30)",
+    "CREATE TABLE parted_4 PARTITION OF parted FOR VALUES FROM (20) TO (30); "
     "INSERT INTO parted VALUES (21, 'c')",
     ATTACH.format("apart"),
     "INSERT INTO parted VALUES (2, 'c'); CREATE INDEX ON parted (item); ANALYZE parted",
@@ -51,6 +56,22 @@ SHOWN: Sequence[str] = (
 UNSEEN: Sequence[tuple[str, str]] = (
     ("DROP TABLE parted_1", "partitions: 1 of its partitions were dropped or detached"),
     ("ALTER TABLE parted DETACH PARTITION parted_1", "partitions: 1 of its partitions"),
+    (
+        "ALTER TABLE parted DETACH PARTITION parted_1; DELETE FROM parted_1; "
+        "ALTER TABLE parted ATTACH PARTITION parted_1 FOR VALUES FROM (0) TO (10)",
+        "partitions: parted_1 was detached and attached again",
+    ),
+    (
+        "ALTER TABLE parted_3 DETACH PARTITION parted_3_1; "
+        "INSERT INTO parted_3_1 VALUES (31, 'c'); "
+        "ALTER TABLE parted_3 ATTACH PARTITION parted_3_1 FOR VALUES FROM (30) TO (40)",
+        "partitions: parted_3_1 was detached and attached again",
+    ),
+    (
+        "ALTER TABLE parted DETACH PARTITION parted_3; INSERT INTO parted_3 VALUES (31, 'c'); "
+        "ALTER TABLE parted ATTACH PARTITION parted_3 FOR VALUES FROM (30) TO (50)",
+        "partitions: parted_3 was detached and attached again",
+    ),
     (
         f"INSERT INTO apart VALUES (21, 'c'); {ATTACH.format('apart')}",
         "partitions: apart was attached with rows",
@@ -121,6 +142,56 @@ async def test_the_catalogs_show_what_the_wal_lacks(pg: PgWorld) -> None:
     await session.close()
 
 
+async def test_columns_that_the_server_does_not_send_are_not_missed(pg: PgWorld) -> None:
+    await pg.apply()
+    before = await pg.database.ask(pgfacts.read(pg.mapping))
+    pg.execute("ALTER TABLE orders ADD twice int GENERATED ALWAYS AS (id * 2) STORED")
+    after = await pg.database.ask(pgfacts.read(pg.mapping))
+    known = pgposition.catalog_of(before, pg.mapping)
+    found = list(pgposition.unseen(known, after, pg.mapping))
+    assert bool(found) == (after.server.version >= pgfacts.SENDS_GENERATED)
+
+
+async def test_another_primary_key_is_noticed(pg: PgWorld) -> None:
+    await pg.apply()
+    facts = await pg.database.ask(pgfacts.read(pg.mapping))
+    before = pgposition.catalog_of(facts, pg.mapping)
+    pg.execute("ALTER TABLE orders DROP CONSTRAINT orders_pkey, ADD PRIMARY KEY (item)")
+    pg.mapping.tables = (structs.replace(captured("orders"), key=("item",)),)
+    after = await pg.database.ask(pgfacts.read(pg.mapping))
+    assert pgfacts.running_problem(after, pg.mapping) == ""
+    (sentence,) = pgposition.unseen(before, after, pg.mapping)
+    assert "public.orders has another primary key (item instead of id)" in str(sentence)
+
+
+async def test_positions_of_earlier_versions_are_compared(pg: PgWorld) -> None:
+    """They have neither places of partitions nor keys."""
+    await pg.apply()
+    facts = await pg.database.ask(pgfacts.read(pg.mapping))
+    now = pgposition.catalog_of(facts, pg.mapping)
+    stored = msgspec.json.decode(pgposition.encode(now))
+    stored["tables"] = {name: table[:4] for name, table in stored["tables"].items()}
+    before = pgposition.decode_catalog(msgspec.json.encode(stored))
+    assert list(pgposition.unseen(before, facts, pg.mapping)) == []
+    stored["tables"]["public.orders"][0] = 1
+    before = pgposition.decode_catalog(msgspec.json.encode(stored))
+    assert len(list(pgposition.unseen(before, facts, pg.mapping))) == 1
+
+
+async def test_a_truncate_stops_a_capture_of_deletes_unless_accepted(pg: PgWorld) -> None:
+    pg.mapping.tables = (captured("orders", operations=DEFAULT),)
+    source = await pg.started()
+    pg.execute("TRUNCATE orders")
+    with pytest.raises(ConfigurationError, match=r'orders: a TRUNCATE.*accept = \["truncates"\]'):
+        await read(source)
+    await source.close()
+    pg.mapping.tables = (captured("orders", operations=DEFAULT, accept=["truncates"]),)
+    source = await pg.source()
+    pg.execute("INSERT INTO orders VALUES (2, 'b')")
+    assert changes(await take(source)) == [("insert", 2, "b")]
+    assert source.conversion.left_out == {"truncates": 1}
+
+
 PARTIAL = "has a row filter or a list of columns for table public.orders"
 REFUSED: Sequence[tuple[str, str, CapturedTable]] = (
     ("ALTER PUBLICATION {} SET TABLE orders WHERE (id > 3)", PARTIAL, captured("orders")),
@@ -142,8 +213,8 @@ REFUSED: Sequence[tuple[str, str, CapturedTable]] = (
     ),
     (
         "ALTER PUBLICATION {} SET TABLE parted",
-        "TRUNCATE of a single partition: leave truncate out",
-        captured("parted"),
+        "TRUNCATE of a single partition: leave delete and truncate out",
+        captured("parted", operations=DEFAULT),
     ),
     (
         "CREATE TABLE special () INHERITS (orders)",
@@ -174,8 +245,7 @@ async def test_a_start_and_each_check_refuse_what_the_plan_refuses(pg: PgWorld) 
     assert "is a partition of public.parted" in "".join(
         refusals(await postgres_setup.plan(pg.mapping, pg.database))
     )
-    accepting = structs.replace(captured("parted"), accept=frozenset({"partitions"}))
-    pg.mapping.tables = (accepting,)
+    pg.mapping.tables = (captured("parted", accept=["truncates"]),)
     steps = await postgres_setup.plan(pg.mapping, pg.database)
     assert [each.state for each in steps].count(StepState.ACCEPTED) == 1
     await session.close()
@@ -186,8 +256,9 @@ async def test_a_change_of_partitions_stops_a_start_unless_accepted(
     pg: PgWorld, accepted: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     pg.execute(*SETUP)
-    table = structs.replace(PARTED, accept=frozenset({"partitions"} if accepted else ()))
-    pg.mapping.tables = (table,)
+    pg.mapping.tables = (
+        captured("parted", accept=["truncates", *(["partitions"] if accepted else [])]),
+    )
     source = await pg.started()
     pg.execute("INSERT INTO parted VALUES (2, 'c')")
     position = (await read(source)).position
@@ -220,14 +291,14 @@ async def test_a_partition_that_came_and_went_while_it_runs_stops_it(pg: PgWorld
     pg.mapping.tables = (PARTED,)
     source = await pg.started()
     pg.execute(
-        "CREATE TABLE parted_3 PARTITION OF parted FOR VALUES FROM (20) TO (30)",
+        "CREATE TABLE parted_4 PARTITION OF parted FOR VALUES FROM (20) TO (30)",
         "INSERT INTO parted VALUES (21, 'c')",
     )
     await read_until(source, 1)
     known = source._catalog
     with contextlib.suppress(AssertionError):
         await until(lambda: source._catalog is not known, 3)
-    pg.execute("DROP TABLE parted_3", "INSERT INTO parted VALUES (2, 'd')")
+    pg.execute("DROP TABLE parted_4", "INSERT INTO parted VALUES (2, 'd')")
     with pytest.raises(ConfigurationError, match="1 of its partitions were dropped"):
         async with asyncio.timeout(20):
             await read_until(source, 9)
@@ -249,7 +320,8 @@ async def test_rows_of_a_renamed_table_are_captured(pg: PgWorld) -> None:
 async def test_old_rows_that_are_missing_stop_it(pg: PgWorld, kind: str) -> None:
     pg.execute(*SETUP)
     full = "ALTER TABLE {} REPLICA IDENTITY FULL"
-    pg.execute(*(full.format(each) for each in ("orders", "parted", "parted_1", "parted_2")))
+    names = ("orders", "parted", "parted_1", "parted_2", "parted_3_1")
+    pg.execute(*(full.format(each) for each in names))
     tables = {"table": "orders", "partition": "parted"}
     pg.mapping.tables = (captured(tables[kind], before=True, operations=["update"]),)
     source = await pg.started()

@@ -32,6 +32,7 @@ Unshown: TypeAlias = Literal[
     "rewrites",
     "statements",
     "tables",
+    "truncates",
     "unchanged",
     "versions",
 ]

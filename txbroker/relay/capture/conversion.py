@@ -60,6 +60,8 @@ class Conversion:
         if self._skip and self.skips(f"{transaction.id}/{number}"):
             return ()
         try:
+            if isinstance(change, Change) and change.operation == "truncate":
+                change = self._truncated(change)
             if isinstance(change, Gap):
                 self.accept(change, f"{transaction.id}/{number}")
                 return ()
@@ -91,6 +93,14 @@ class Conversion:
             change=change_id,
             gap=gap.step.text,
         )
+
+    def _truncated(self, change: Change) -> Change | Gap:
+        """Return a truncate, as a gap where it removes rows whose deletes are captured."""
+        table = self._tables.get((change.schema, change.table))
+        if table is None or table.operations & {"delete", "truncate"} != {"delete"}:
+            return change
+        problem = "a TRUNCATE removes rows, and the log does not show them"
+        return Gap(table, "truncates", problem, 'add "truncate" to its operations')
 
     def _captures(self, change: Change) -> bool:
         table = self._tables.get((change.schema, change.table))

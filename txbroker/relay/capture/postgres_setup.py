@@ -99,16 +99,8 @@ def _steps(mapping: CaptureMapping, facts: Facts) -> Iterator[Step]:
             yield Step(StepState.REFUSED, problem)
         if not problems:
             yield Step(StepState.DONE, f"table {each.schema}.{each.table} can be captured")
-        found = list(pgfacts.gaps(each, facts, mapping))
-        for gap in found:
+        for gap in pgfacts.gaps(each, facts, mapping):
             yield gap.step
-        table = facts.tables.get((each.schema, each.table))
-        if table is not None and table.kind == "p" and not found:
-            yield Step(
-                StepState.ADVICE,
-                f"table {each.schema}.{each.table}: {pgfacts.UNSENT}: `run` stops after the first "
-                'three; with accept = ["partitions"] it goes on',
-            )
     yield _publication(mapping, facts)
     yield _slot(mapping, facts)
     if server.wal_keep == _UNLIMITED:

@@ -21,7 +21,6 @@ SENDS_GENERATED = 180_000
 """The version from which a publication may have stored generated columns, and must have those of a
 replica identity: otherwise updates fail."""
 _NAME = re.compile(r"[a-z0-9-]{1,50}")
-UNSENT = "PostgreSQL does not send DROP, DETACH, ATTACH and TRUNCATE of a single partition"
 OPERATIONS = ("insert", "update", "delete", "truncate")
 
 _SERVER = """
@@ -57,7 +56,8 @@ _TABLES = """
 SELECT n.nspname, c.relname, c.relkind, c.relpersistence, c.oid::bigint,
   pg_has_role(c.relowner, 'USAGE'),
   coalesce((SELECT string_agg(attnum || ' ' || xmin::text, ',' ORDER BY attnum)
-    FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped), ''),
+    FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped
+    AND (attgenerated = '' OR current_setting('server_version_num')::int >= 180000)), ''),
   ARRAY(SELECT cn.nspname || '.' || cc.relname FROM pg_inherits i
     JOIN pg_class cc ON cc.oid = i.inhrelid JOIN pg_namespace cn ON cn.oid = cc.relnamespace
     WHERE i.inhparent = c.oid AND c.relkind = 'r'),
@@ -87,7 +87,8 @@ SELECT n.nspname, c.relname, c.relkind, c.relpersistence, c.oid::bigint,
     AND EXISTS (SELECT FROM pg_attribute a WHERE a.attrelid = m.oid AND attnum > 0
       AND NOT attisdropped AND NOT (a.xmin = place.xmin AND a.cmin = place.cmin))
     THEN false
-    ELSE (SELECT sum(pg_relation_size(relid)) FROM pg_partition_tree(m.oid)) > 0 END
+    ELSE (SELECT sum(pg_relation_size(relid)) FROM pg_partition_tree(m.oid)) > 0 END,
+  coalesce(place.xmin::text::bigint, 0)
 FROM unnest(CAST(? AS text[]), CAST(? AS text[])) AS wanted (nspname, relname)
 JOIN pg_namespace n ON n.nspname = wanted.nspname
 JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = wanted.relname
@@ -158,6 +159,7 @@ class Member(Struct, frozen=True):
         kind, persistence: as `pg_class` has them.
         storage: the file with its rows, another one once they were all written again.
         attached: it became a partition with rows in it.
+        placed: the transaction that made it one, 0 if it is none.
         full, identity: see `Identity`.
     """
 
@@ -167,6 +169,7 @@ class Member(Struct, frozen=True):
     persistence: str
     storage: int
     attached: bool
+    placed: int
     full: bool
     identity: frozenset[str]
 
@@ -176,7 +179,7 @@ class Table(Struct, frozen=True):
 
     Attributes:
         kind, persistence: as `pg_class` has them.
-        attributes: which transactions altered its columns last.
+        attributes: which transactions altered the columns last that the server may send.
         children: tables that inherit from it.
         ancestors: partitioned tables that it is a part of.
         generated: generated columns; `virtual` are those that are not stored.
@@ -306,15 +309,17 @@ def _tables(rows: Any) -> dict[tuple[str, str], Table]:
 
 
 def _member(row: Any) -> Member:
-    oid, name, kind, persistence, storage, identity, key, attached = row[13:]
+    oid, name, kind, persistence, storage, identity, key, attached, placed = row[13:]
     full = identity == "f"
     columns = frozenset(row[9] if full else key)
-    return Member(oid, name, kind, persistence, storage, attached, full, columns)
+    return Member(oid, name, kind, persistence, storage, attached, placed, full, columns)
 
 
 def wanted_operations(mapping: CaptureMapping) -> frozenset[str]:
-    """Return what the publication sends; it is the same for all of its tables."""
-    return frozenset().union(*(each.operations for each in mapping.tables))
+    """Return what the publication sends; it is the same for all of its tables. A TRUNCATE deletes
+    rows, too."""
+    wanted = frozenset[str]().union(*(each.operations for each in mapping.tables))
+    return wanted | {"truncate"} if "delete" in wanted else wanted
 
 
 # --- faults ----------------------------------------------------------------------------------
@@ -430,8 +435,13 @@ def gaps(wanted: CapturedTable, facts: Facts, mapping: CaptureMapping) -> Iterat
             f"its rows in {', '.join(children)}, which inherit from it, are not captured",
             "map these tables, too",
         )
-    if table.kind == "p" and ("truncate" in wanted.operations or "partitions" in wanted.accept):
-        yield Gap(wanted, "partitions", UNSENT, "leave truncate out of its operations")
+    if table.kind == "p" and wanted.operations & {"delete", "truncate"}:
+        yield Gap(
+            wanted,
+            "truncates",
+            "PostgreSQL does not send the TRUNCATE of a single partition",
+            "leave delete and truncate out of its operations",
+        )
 
 
 def gaps_of_all(facts: Facts, mapping: CaptureMapping) -> Iterator[Gap]:

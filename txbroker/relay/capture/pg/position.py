@@ -57,12 +57,16 @@ class CatalogTable(Struct, frozen=True, array_like=True):
         published: of its entry in the publication.
         attributes: a checksum of what altered its columns.
         members: the oids of the table and its partitions, each with its storage.
+        placed: the oids of partitions, each with the transaction that made it one.
+        key: of its records.
     """
 
     oid: int
     published: int
     attributes: int
     members: dict[int, int]
+    placed: dict[int, int] = {}
+    key: tuple[str, ...] = ()
 
 
 class Catalog(Struct, frozen=True):
@@ -90,20 +94,18 @@ def catalog_of(facts: Facts, mapping: CaptureMapping) -> Catalog:
     """Return the catalogs of a capture without problems."""
     publication = facts.publication
     assert publication is not None
-    return Catalog(
-        publication.oid,
-        publication.altered,
-        sorted(wanted_operations(mapping)),
-        {
-            f"{schema}.{name}": CatalogTable(
-                table.oid,
-                publication.tables[schema, name].oid,
-                crc32(table.attributes.encode()),
-                {each.oid: each.storage for each in table.members},
-            )
-            for (schema, name), table in facts.tables.items()
-        },
-    )
+    tables = {}
+    for wanted in mapping.tables:
+        table = facts.tables[wanted.schema, wanted.table]
+        tables[f"{wanted.schema}.{wanted.table}"] = CatalogTable(
+            table.oid,
+            publication.tables[wanted.schema, wanted.table].oid,
+            crc32(table.attributes.encode()),
+            {each.oid: each.storage for each in table.members},
+            {each.oid: each.placed for each in table.members},
+            wanted.key,
+        )
+    return Catalog(publication.oid, publication.altered, sorted(wanted_operations(mapping)), tables)
 
 
 def unseen(before: Catalog | None, facts: Facts, mapping: CaptureMapping) -> Iterator[str | Gap]:
@@ -141,6 +143,18 @@ def _unseen_of_table(
             f"{name} was taken out of the publication, or had a row filter or a list of columns, "
             "and changes in between may be lost"
         )
+    if before.key not in ((), wanted.key) and wanted.key == table.primary:
+        yield (
+            f"{name} has another primary key ({', '.join(wanted.key)} instead of "
+            f"{', '.join(before.key)}), and records of the old keys stay as they are"
+        )
+    moved = [
+        each.name
+        for each in table.members
+        if before.placed.get(each.oid, each.placed) != each.placed
+    ]
+    if moved:
+        yield _partitions(wanted, f"{', '.join(moved)} was detached and attached again")
     gone = len(before.members.keys() - now.members.keys())
     if gone and wanted.operations & {"delete", "truncate"}:
         yield _partitions(wanted, f"{gone} of its partitions were dropped or detached")
