@@ -65,5 +65,5 @@ async def main(
 
 
 if __name__ == "__main__":
-    configure_logging("auto", "error")  # the demo itself says that a process was killed
+    configure_logging("auto", "error")  # the demo itself shows the kills
     asyncio.run(main(*sys.argv[1:]))

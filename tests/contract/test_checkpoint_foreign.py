@@ -55,7 +55,7 @@ class Checkpoint:
         return await self.partition.claim(new_claim())
 
     async def owned(self) -> Claim:
-        """Claim; return what was written."""
+        """Claim; return the claim."""
         mine = new_claim()
         await self.partition.claim(mine)
         return mine

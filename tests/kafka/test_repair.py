@@ -40,7 +40,7 @@ MARKER = encode_marker(Marker(NEWER, MarkerKind.COMMIT, ID))
 )
 
 
-@pytest.mark.rule(27)
+@pytest.mark.rule(10, 27)
 async def test_stopping_records_are_found_and_skipped(world: KafkaHarness) -> None:
     door = await world.door()
     repair = door.repair()

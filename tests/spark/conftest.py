@@ -101,7 +101,7 @@ def _own_answers(request: pytest.FixtureRequest) -> None:
     session = request.getfixturevalue("spark")
     try:
         mine = session._jvm.java.lang.String.valueOf(request.node.nodeid) == request.node.nodeid
-    except Exception:  # whatever another call's answer looks like
+    except Exception:  # as the answer of another call may
         mine = False
     if not mine:
         session._sc._gateway._gateway_client.get_thread_connection().close()

@@ -70,7 +70,7 @@ async def test_change_that_prevents_the_position_fails_its_message(
 
 @pytest.mark.parametrize("shop", [MARIADB], indirect=True)
 async def test_change_that_prevents_a_retry_to_be_stored(world: World, shop: Shop) -> None:
-    """Also there the cause says what the handler is to do."""
+    """Also there the cause names the next step of the handler."""
     world.produce("1")
     options = {"order": "none", "on_failure": "retry", "local_attempts_max": 1, **shop.options}
 

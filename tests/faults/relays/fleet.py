@@ -359,7 +359,7 @@ class Fleet(Processes):
     async def _restore(self, *, later: bool) -> None:
         """Put the server back to an earlier moment. What was delivered last is no more, and its
         places in the log or table are free, or with `later` taken by other transactions. The relays
-        must stop; then an operator does what the pages say."""
+        must stop; then an operator follows the pages."""
         server, shop = self.server, self.shop
         assert server is not None
         await self._shut_down(server.save)
@@ -411,7 +411,7 @@ class Fleet(Processes):
         return {each.id: each for each in changes}, await self.answered(self.shop.mirrored)
 
     def _compare(self, records: Sequence[Rec]) -> None:
-        """Mark what is visible, and begin without a position, as `docs/how-to/outbox.md` says."""
+        """Mark visible rows, and begin without a position, as in `docs/how-to/outbox.md`."""
         ids = ", ".join(f"'{record.headers[ID]}'" for record in records)
         self._names.append(f"restored-{len(self._names)}")
         self.shop.run(
