@@ -453,6 +453,75 @@ async def test_rows_that_others_lock_hold_no_others_back(
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mariadb"])
+@pytest.mark.parametrize("why", ["missing", "expired", "held", "malformed", "due"])
+async def test_locked_rows_that_must_wait_hold_no_others_back(
+    request: pytest.FixtureRequest,
+    kafka: EmbeddedKafka,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    why: str,
+) -> None:
+    monkeypatch.setattr(outbox_source, "_PUT_OFF_S", 0.5)
+    shop = Shop(place_of(request, tmp_path, kind), kafka.bootstrap)
+    missing = [f"{shop.prefix}.missing{n}" for n in range(2)]
+
+    def add(*messages: Message) -> None:
+        with closing(shop.place.connect()) as connection:
+            shop.outbox.add(connection, *messages)
+            connection.commit()
+
+    if why == "held":
+        add(Message(missing[0], "a", "0"))
+    topic = missing[0] if why in ("missing", "due") else shop.topic
+    add(Message(topic, "a", "1"), Message(shop.topic, "b", "2"))
+    ((position,),) = shop.place.select(
+        "SELECT position FROM txbroker_outbox WHERE message_value = '1'"
+    )
+    if why in ("expired", "malformed"):
+        change = "timeout_at = 1" if why == "expired" else "headers = 'x'"
+        shop.execute(f"UPDATE txbroker_outbox SET {change} WHERE position = {position}")
+    add(Message(shop.topic, "a", "3"))
+    add(Message(shop.topic, "b", "4"))
+    add(Message(missing[1], "c", "5"))
+    if why == "due":
+        async with shop.relay():
+            await until(lambda: _retries(shop, topic) > 0, 20)
+            await until(lambda: _retries(shop, missing[1]) > 0, 20)
+        for each in missing:
+            create_topic(shop.bootstrap, each)
+    with closing(shop.place.connect()) as other:
+        run(other, f"SELECT * FROM txbroker_outbox WHERE position = {position} FOR UPDATE")
+        async with shop.relay() as relay:
+            for n in (6, 7, 8):
+                add(Message(shop.topic, f"k{n}", str(n)))
+            await until(lambda: shop.numbers() == [6, 7, 8], 20)
+            if why == "due":
+                await until(lambda: len(read_topics(shop.bootstrap, missing)) == 1, 20)
+            await asyncio.sleep(1.5)  # it is tried again
+            assert shop.numbers() == [6, 7, 8]
+            assert relay.statistics()["failures_total"] > 0
+            assert "locked by" in caplog.text
+            other.rollback()
+            for each in missing if why != "due" else ():
+                create_topic(shop.bootstrap, each)
+            await relay.drain(timeout_s=30)
+    given_up = why in ("expired", "malformed")
+    records = [*shop.visible(), *read_topics(shop.bootstrap, missing)]
+    assert sorted(int(record.value or b"") for record in records) == [
+        *([0] if why == "held" else []),
+        *([] if given_up else [1]),
+        *range(2, 9),
+    ]
+    of_topic = sorted(shop.visible(), key=lambda record: record.offset)
+    for key, numbers in ((b"a", [b"1", b"3"]), (b"b", [b"2", b"4"])):
+        found = [record.value for record in of_topic if record.key == key]
+        assert found == numbers[-len(found) :]
+    assert shop.states().get("MESSAGE_ERROR", 0) == given_up
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb"])
 def test_rows_that_others_lock_are_not_purged_yet(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str
 ) -> None:
@@ -574,18 +643,22 @@ async def test_finished_rows_are_deleted(shop: Shop, keep_s: float) -> None:
 
 
 @pytest.mark.rule(50)
+@pytest.mark.parametrize("ahead", [90_000_000, 50])
 async def test_rows_of_another_cluster_keep_their_order(
     request: pytest.FixtureRequest,
     kafka: EmbeddedKafka,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    ahead: int,
 ) -> None:
-    """Their units are transactions that this PostgreSQL cluster has not reached."""
+    """Their units are transactions that this PostgreSQL cluster has not reached, or has reached
+    before the relay starts."""
     monkeypatch.setattr(outbox_source, "_ROWS", 4)
     shop = Shop(place_of(request, tmp_path, "postgresql"), kafka.bootstrap)
+    ((newest,),) = shop.place.select("SELECT CAST(CAST(pg_current_xact_id() AS text) AS bigint)")
     foreign = ", ".join(
         # Transactions of two rows.
-        f"('{shop.topic}', 'a', '{n}', '{90_000_000 + n // 2:020}', '{state}')"
+        f"('{shop.topic}', 'a', '{n}', '{newest + ahead + n // 2:020}', '{state}')"
         for n, state in enumerate(["LOCAL_COMMIT"] * 10 + ["UNKNOWN"])
     )
     shop.execute(
@@ -596,6 +669,10 @@ async def test_rows_of_another_cluster_keep_their_order(
         with closing(shop.place.connect()) as connection:
             shop.outbox.add(connection, Message(shop.topic, "a", str(n)))
             connection.commit()
+    if ahead < 100:
+        shop.execute("UPDATE txbroker_relay SET cluster = '1'")  # what the table brought along
+        for _ in range(100):
+            shop.place.select("SELECT pg_current_xact_id()")
     async with shop.relay() as relay:
         await relay.drain(timeout_s=20)
     records = sorted(shop.visible(), key=lambda record: record.offset)
