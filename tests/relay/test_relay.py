@@ -463,7 +463,7 @@ async def test_locked_rows_that_must_wait_hold_no_others_back(
     kind: str,
     why: str,
 ) -> None:
-    monkeypatch.setattr(outbox_source, "_PUT_OFF_S", 0.5)
+    monkeypatch.setattr(outbox_source, "_PUT_OFF_S", 1)
     shop = Shop(place_of(request, tmp_path, kind), kafka.bootstrap)
     missing = [f"{shop.prefix}.missing{n}" for n in range(2)]
 
@@ -493,7 +493,7 @@ async def test_locked_rows_that_must_wait_hold_no_others_back(
             create_topic(shop.bootstrap, each)
     with closing(shop.place.connect()) as other:
         run(other, f"SELECT * FROM txbroker_outbox WHERE position = {position} FOR UPDATE")
-        async with shop.relay() as relay:
+        async with shop.relay(retries_max=1) as relay:
             for n in (6, 7, 8):
                 add(Message(shop.topic, f"k{n}", str(n)))
             await until(lambda: shop.numbers() == [6, 7, 8], 20)

@@ -60,7 +60,7 @@ _SEARCH_SHARE = 20
 """A search from the beginning takes at most one in so many seconds of an idle relay."""
 _UNMARKED_MAX, _PUT_OFF_MAX = 50, 5000
 """Pages, and groups. With more, the relay waits for those who have locked their rows."""
-_PUT_OFF_S = 5.0
+_PUT_OFF_S = 5
 _PIECE_BYTES, _PIECE_ROWS = 1 << 20, 2000
 
 
@@ -210,8 +210,8 @@ class OutboxSource:
         self._wakeups = wakeups
         self._retries = retries
         self._held = Held({}, 0)
-        self._put_off, self._put_off_to_s = set[Group](), 0.0
-        """What others have locked, so that it is neither changed nor sent, and until when."""
+        self._put_off, self._put_off_s = set[Group](), 0
+        """What others have locked, so that it is neither changed nor sent, and for how long."""
         self._floor, self._search_s = "", 0.0
         """See `WaitingRows.select`, and when to search from the beginning again."""
 
@@ -330,8 +330,8 @@ class OutboxSource:
         positions: Callable[[], Iterable[int]],
         among: Iterable[int] | None = None,
     ) -> None:
-        """Change rows that wait; or put off those of them that others have locked, with their keys
-        and whole units.
+        """Change rows that wait. If others have locked some, put these off, with their keys and
+        whole units: the next look finds the rest.
 
         Args:
             among: see `WaitingRows.locked`.
@@ -342,7 +342,7 @@ class OutboxSource:
             locked = await self._thread.read(lambda: self._rows.locked(positions(), among))
             if locked:
                 if not self._put_off:
-                    self._put_off_to_s = asyncio.get_running_loop().time() + _PUT_OFF_S
+                    self._put_off_s = _PUT_OFF_S
                 self._put_off |= locked
                 self._locked(error)
             else:  # not by one that stays
@@ -430,11 +430,12 @@ class OutboxSource:
 
     async def _release(self) -> None:
         """Let held rows be sent whose time has come."""
-        if self._put_off and asyncio.get_running_loop().time() >= self._put_off_to_s:
+        self._put_off_s -= 1
+        if self._put_off and self._put_off_s <= 0:
             self._put_off, self._search_s = set(), 0.0
             self._held = await self._thread.read(self._rows.held)
         # A look first: an idle relay takes no lock and writes nothing.
-        if due := await self._thread.read(partial(self._rows.due, self._put_off)):
+        while due := await self._thread.read(partial(self._rows.due, self._put_off)):
             release = partial(self._rows.release, self._put_off)
             await self._unless_locked(release, partial(iter, due))
             self._search_s = 0.0
