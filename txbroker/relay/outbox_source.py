@@ -436,8 +436,7 @@ class OutboxSource:
             self._held = await self._thread.read(self._rows.held)
         # A look first: an idle relay takes no lock and writes nothing.
         while due := await self._thread.read(partial(self._rows.due, self._put_off)):
-            release = partial(self._rows.release, self._put_off)
-            await self._unless_locked(release, partial(iter, due))
+            await self._unless_locked(partial(self._rows.release, due), partial(iter, due))
             self._search_s = 0.0
         await self._reorder()
         await self._mark_locked()

@@ -406,14 +406,13 @@ class WaitingRows:
         query = f"SELECT position FROM {OUTBOX} WHERE {self._due} AND NOT {among}"
         return [int(row[0]) for row in (yield Query(query, units)).rows]
 
-    def release(self, put_off: Collection[Group] = ()) -> Steps[None]:
-        """Let held rows be sent whose time has come, without those put off."""
-        among, units = _among(put_off)
-        yield Query(f"UPDATE {OUTBOX} SET next_at = 0 WHERE {self._due} AND NOT {among}", units)
+    def release(self, positions: Iterable[int]) -> Steps[int]:
+        """Let held rows be sent."""
+        return (yield from self._set("next_at = 0", _LATER, positions))
 
     @property
     def _due(self) -> str:
-        due = f"next_at <= {self._dialect.now_ms}"
+        due = f"next_at <= (SELECT {self._dialect.now_ms})"  # one time for all rows of a unit
         if self._dialect is SQLITE:  # whose texts are above all numbers
             due = f"({due} OR next_at >= '')"
         return f"{_LATER} AND {due}{self._of_shards}"
