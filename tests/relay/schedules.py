@@ -54,7 +54,7 @@ STEPS, SETTLED_STEPS, AFTER_STEPS = 80, 3000, 20
 WRONG_MAX = 3
 _LOST, _CRASH, _START, _LATE, _DENIED = 0.03, 0.02, 0.15, 0.01, 0.01
 _PAUSE = 0.5
-_LOCKED = 0.1
+_LOCKED = 0.3
 """Of changes of rows: how often other transactions have locked them."""
 _STAYS = (0.5, 0.8, 0.95)
 """Of a schedule: how likely the same relay does the next step."""
