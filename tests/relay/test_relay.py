@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 
 from tests.databases.places import Place, connect, run
+from tests.kit.database_servers import PostgresServer, program
 from tests.kit.topic_reader import create_topic, read_topics
 from tests.kit.until import unique, until
 from tests.relay.conftest import place_of
@@ -643,22 +645,18 @@ async def test_finished_rows_are_deleted(shop: Shop, keep_s: float) -> None:
 
 
 @pytest.mark.rule(50)
-@pytest.mark.parametrize("ahead", [90_000_000, 50])
 async def test_rows_of_another_cluster_keep_their_order(
     request: pytest.FixtureRequest,
     kafka: EmbeddedKafka,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    ahead: int,
 ) -> None:
-    """Their units are transactions that this PostgreSQL cluster has not reached, or has reached
-    before the relay starts."""
+    """Their units are transactions that this PostgreSQL cluster has not reached."""
     monkeypatch.setattr(outbox_source, "_ROWS", 4)
     shop = Shop(place_of(request, tmp_path, "postgresql"), kafka.bootstrap)
-    ((newest,),) = shop.place.select("SELECT CAST(CAST(pg_current_xact_id() AS text) AS bigint)")
     foreign = ", ".join(
         # Transactions of two rows.
-        f"('{shop.topic}', 'a', '{n}', '{newest + ahead + n // 2:020}', '{state}')"
+        f"('{shop.topic}', 'a', '{n}', '{90_000_000 + n // 2:020}', '{state}')"
         for n, state in enumerate(["LOCAL_COMMIT"] * 10 + ["UNKNOWN"])
     )
     shop.execute(
@@ -669,10 +667,6 @@ async def test_rows_of_another_cluster_keep_their_order(
         with closing(shop.place.connect()) as connection:
             shop.outbox.add(connection, Message(shop.topic, "a", str(n)))
             connection.commit()
-    if ahead < 100:
-        shop.execute("UPDATE txbroker_relay SET cluster = '1'")  # what the table brought along
-        for _ in range(100):
-            shop.place.select("SELECT pg_current_xact_id()")
     async with shop.relay() as relay:
         await relay.drain(timeout_s=20)
     records = sorted(shop.visible(), key=lambda record: record.offset)
@@ -680,6 +674,41 @@ async def test_rows_of_another_cluster_keep_their_order(
     assert values == [*range(10), *range(11, 17)]
     ((unit,),) = shop.place.select("SELECT unit FROM txbroker_outbox WHERE state = 'UNKNOWN'")
     assert unit.startswith("!")  # no transaction of this cluster prepares rows of the same unit
+
+
+@pytest.mark.rule(50)
+async def test_rows_of_a_dump_keep_their_order(
+    postgres_server: PostgresServer, kafka: EmbeddedKafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another PostgreSQL cluster passes their units before a relay starts there."""
+    monkeypatch.setattr(outbox_source, "_ROWS", 4)
+    shop = Shop(Place(postgres_server.create_database()), kafka.bootstrap)
+
+    def add(n: int) -> None:
+        with closing(shop.place.connect()) as connection:
+            shop.outbox.add(connection, *shop.messages([n], "a"))
+            connection.commit()
+
+    for n in range(5):
+        add(n)
+    ((passed,),) = shop.place.select("SELECT MAX(CAST(unit AS bigint)) FROM txbroker_outbox")
+    dump = [Path(program("postgres")).with_name("pg_dump"), "--no-owner", shop.place.url]
+    script = await asyncio.to_thread(subprocess.check_output, dump)
+    with PostgresServer(fsync="off") as other:
+        shop.place = Place(other.create_database())
+        psql = [Path(program("postgres")).with_name("psql"), "-qv", "ON_ERROR_STOP=1"]
+        await asyncio.to_thread(
+            subprocess.check_output, [*psql, shop.place.url], input=script, stderr=subprocess.STDOUT
+        )
+        shop.outbox = Outbox(shop.place.database)
+        add(5)
+        add(6)
+        loop = f"WHILE CAST(CAST(pg_current_xact_id() AS text) AS bigint) <= {passed}"
+        shop.place.database.apart(one(Query(f"DO 'BEGIN {loop} LOOP COMMIT; END LOOP; END'")))
+        async with shop.relay() as relay:
+            await relay.drain(timeout_s=20)
+    records = sorted(shop.visible(), key=lambda record: record.offset)
+    assert [int(record.value or b"") for record in records] == [*range(7)]
 
 
 async def stopped_because(relay: Relay, text: str) -> str:
