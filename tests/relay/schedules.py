@@ -12,7 +12,7 @@ import asyncio
 import random
 import sqlite3
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple, TypeVar, cast
@@ -24,7 +24,7 @@ from txbroker.databases.database import DatabaseUnavailable, steps_in_transactio
 from txbroker.databases.dialect import SQLITE
 from txbroker.databases.outbox.leases import Leases, rows_of_shard
 from txbroker.databases.outbox.table import outbox_tables
-from txbroker.databases.outbox.waiting import WaitingRows
+from txbroker.databases.outbox.waiting import Group, WaitingRows
 from txbroker.databases.sessions import DriverSession
 from txbroker.databases.steps import Query, Steps, run
 from txbroker.databases.tables import create
@@ -54,8 +54,8 @@ STEPS, SETTLED_STEPS, AFTER_STEPS = 80, 3000, 20
 WRONG_MAX = 3
 _LOST, _CRASH, _START, _LATE, _DENIED = 0.03, 0.02, 0.15, 0.01, 0.01
 _PAUSE = 0.5
-_LOCKED = 0.1
-"""Of marks: how often other transactions have locked their rows."""
+_LOCKED = 0.3
+"""Of changes of rows: how often other transactions have locked them."""
 _STAYS = (0.5, 0.8, 0.95)
 """Of a schedule: how likely the same relay does the next step."""
 _REFUSING = (("ready",), ("ready", "ready", "ready", "late", "small"), ("ready", "late", "small"))
@@ -98,6 +98,19 @@ class Seen(NamedTuple):
     offset: int
 
 
+class _Rows(WaitingRows):
+    """Rows of which others have locked some, whenever they are in the way."""
+
+    fate: random.Random
+
+    def locked(
+        self, positions: Iterable[int], among: Iterable[int] | None = None
+    ) -> Steps[set[Group]]:
+        """See `WaitingRows.locked`."""
+        groups = yield from self._groups(positions if among is None else among)
+        return {group for group in groups.values() if self.fate.random() < 0.5}
+
+
 class Relay:
     """One relay of one shard; it waits before each step until `World.step` lets it go on."""
 
@@ -113,7 +126,8 @@ class Relay:
         )
         named = world.named
         of_shard = rows_of_shard(shard, world.shards)
-        rows = WaitingRows(world.dialect, of_shard, keep=world.keep)
+        rows = _Rows(world.dialect, of_shard, keep=world.keep)
+        rows.fate = world.fate
         leases = Leases(SQLITE, f"relay {next(_numbers)}", 10)
         world.take(leases.owner, shard)
         thread = cast(DatabaseThread, self)

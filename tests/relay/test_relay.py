@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 
 from tests.databases.places import Place, connect, run
+from tests.kit.database_servers import PostgresServer, program
 from tests.kit.topic_reader import create_topic, read_topics
 from tests.kit.until import unique, until
 from tests.relay.conftest import place_of
@@ -453,6 +455,75 @@ async def test_rows_that_others_lock_hold_no_others_back(
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mariadb"])
+@pytest.mark.parametrize("why", ["missing", "expired", "held", "malformed", "due"])
+async def test_locked_rows_that_must_wait_hold_no_others_back(
+    request: pytest.FixtureRequest,
+    kafka: EmbeddedKafka,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    why: str,
+) -> None:
+    monkeypatch.setattr(outbox_source, "_PUT_OFF_S", 1)
+    shop = Shop(place_of(request, tmp_path, kind), kafka.bootstrap)
+    missing = [f"{shop.prefix}.missing{n}" for n in range(2)]
+
+    def add(*messages: Message) -> None:
+        with closing(shop.place.connect()) as connection:
+            shop.outbox.add(connection, *messages)
+            connection.commit()
+
+    if why == "held":
+        add(Message(missing[0], "a", "0"))
+    topic = missing[0] if why in ("missing", "due") else shop.topic
+    add(Message(topic, "a", "1"), Message(shop.topic, "b", "2"))
+    ((position,),) = shop.place.select(
+        "SELECT position FROM txbroker_outbox WHERE message_value = '1'"
+    )
+    if why in ("expired", "malformed"):
+        change = "timeout_at = 1" if why == "expired" else "headers = 'x'"
+        shop.execute(f"UPDATE txbroker_outbox SET {change} WHERE position = {position}")
+    add(Message(shop.topic, "a", "3"))
+    add(Message(shop.topic, "b", "4"))
+    add(Message(missing[1], "c", "5"))
+    if why == "due":
+        async with shop.relay():
+            await until(lambda: _retries(shop, topic) > 0, 20)
+            await until(lambda: _retries(shop, missing[1]) > 0, 20)
+        for each in missing:
+            create_topic(shop.bootstrap, each)
+    with closing(shop.place.connect()) as other:
+        run(other, f"SELECT * FROM txbroker_outbox WHERE position = {position} FOR UPDATE")
+        async with shop.relay(retries_max=1) as relay:
+            for n in (6, 7, 8):
+                add(Message(shop.topic, f"k{n}", str(n)))
+            await until(lambda: shop.numbers() == [6, 7, 8], 20)
+            if why == "due":
+                await until(lambda: len(read_topics(shop.bootstrap, missing)) == 1, 20)
+            await asyncio.sleep(1.5)  # it is tried again
+            assert shop.numbers() == [6, 7, 8]
+            assert relay.statistics()["failures_total"] > 0
+            assert "locked by" in caplog.text
+            other.rollback()
+            for each in missing if why != "due" else ():
+                create_topic(shop.bootstrap, each)
+            await relay.drain(timeout_s=30)
+    given_up = why in ("expired", "malformed")
+    records = [*shop.visible(), *read_topics(shop.bootstrap, missing)]
+    assert sorted(int(record.value or b"") for record in records) == [
+        *([0] if why == "held" else []),
+        *([] if given_up else [1]),
+        *range(2, 9),
+    ]
+    of_topic = sorted(shop.visible(), key=lambda record: record.offset)
+    for key, numbers in ((b"a", [b"1", b"3"]), (b"b", [b"2", b"4"])):
+        found = [record.value for record in of_topic if record.key == key]
+        assert found == numbers[-len(found) :]
+    assert shop.states().get("MESSAGE_ERROR", 0) == given_up
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb"])
 def test_rows_that_others_lock_are_not_purged_yet(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str
 ) -> None:
@@ -603,6 +674,41 @@ async def test_rows_of_another_cluster_keep_their_order(
     assert values == [*range(10), *range(11, 17)]
     ((unit,),) = shop.place.select("SELECT unit FROM txbroker_outbox WHERE state = 'UNKNOWN'")
     assert unit.startswith("!")  # no transaction of this cluster prepares rows of the same unit
+
+
+@pytest.mark.rule(50)
+async def test_rows_of_a_dump_keep_their_order(
+    postgres_server: PostgresServer, kafka: EmbeddedKafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another PostgreSQL cluster passes their units before a relay starts there."""
+    monkeypatch.setattr(outbox_source, "_ROWS", 4)
+    shop = Shop(Place(postgres_server.create_database()), kafka.bootstrap)
+
+    def add(n: int) -> None:
+        with closing(shop.place.connect()) as connection:
+            shop.outbox.add(connection, *shop.messages([n], "a"))
+            connection.commit()
+
+    for n in range(5):
+        add(n)
+    ((passed,),) = shop.place.select("SELECT MAX(CAST(unit AS bigint)) FROM txbroker_outbox")
+    dump = [Path(program("postgres")).with_name("pg_dump"), "--no-owner", shop.place.url]
+    script = await asyncio.to_thread(subprocess.check_output, dump)
+    with PostgresServer(fsync="off") as other:
+        shop.place = Place(other.create_database())
+        psql = [Path(program("postgres")).with_name("psql"), "-qv", "ON_ERROR_STOP=1"]
+        await asyncio.to_thread(
+            subprocess.check_output, [*psql, shop.place.url], input=script, stderr=subprocess.STDOUT
+        )
+        shop.outbox = Outbox(shop.place.database)
+        add(5)
+        add(6)
+        loop = f"WHILE CAST(CAST(pg_current_xact_id() AS text) AS bigint) <= {passed}"
+        shop.place.database.apart(one(Query(f"DO 'BEGIN {loop} LOOP COMMIT; END LOOP; END'")))
+        async with shop.relay() as relay:
+            await relay.drain(timeout_s=20)
+    records = sorted(shop.visible(), key=lambda record: record.offset)
+    assert [int(record.value or b"") for record in records] == [*range(7)]
 
 
 async def stopped_because(relay: Relay, text: str) -> str:

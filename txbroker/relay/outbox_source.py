@@ -31,6 +31,7 @@ from txbroker.databases.outbox.operations import readable
 from txbroker.databases.outbox.rows import check_message
 from txbroker.databases.outbox.waiting import (
     FullRow,
+    Group,
     Held,
     Refused,
     Selection,
@@ -57,8 +58,9 @@ _ROWS = 2000
 _DELIVERY_BYTES = 4 << 20
 _SEARCH_SHARE = 20
 """A search from the beginning takes at most one in so many seconds of an idle relay."""
-_UNMARKED_MAX = 50
-"""Pages. With more, the relay waits for those who have locked their rows."""
+_UNMARKED_MAX, _PUT_OFF_MAX = 50, 5000
+"""Pages, and groups. With more, the relay waits for those who have locked their rows."""
+_PUT_OFF_S = 5
 _PIECE_BYTES, _PIECE_ROWS = 1 << 20, 2000
 
 
@@ -208,6 +210,8 @@ class OutboxSource:
         self._wakeups = wakeups
         self._retries = retries
         self._held = Held({}, 0)
+        self._put_off, self._put_off_s = set[Group](), 0
+        """What others have locked, so that it is neither changed nor sent, and for how long."""
         self._floor, self._search_s = "", 0.0
         """See `WaitingRows.select`, and when to search from the beginning again."""
 
@@ -217,13 +221,13 @@ class OutboxSource:
         """Mark the rows of the last delivery, unless they are; see `Source.resume`."""
         pages = () if position is None else self._last(position).pages
         await self._check_restored(max((max(page.positions()) for page in pages), default=0))
-        self.unmarked, self._search_s = [], 0.0
+        self.unmarked, self._put_off, self._search_s = [], set(), 0.0
         for page in pages:
             try:
                 await self._thread.attempt(self._checked(partial(self._mark_last, page)))
             except RowsLocked as error:
                 await self._change(partial(self._waiting_of, page))
-                self._locked(page, error)
+                self._locked(error, page)
         await self._reorder()
         # Also without a position only with the lease.
         self._held = await self._change(self._rows.held)
@@ -283,8 +287,10 @@ class OutboxSource:
 
     async def _reorder(self) -> None:
         """Let rows of another PostgreSQL cluster come before all new ones."""
-        if await self._thread.read(self._rows.has_foreign):
-            count, self._search_s = await self._change(self._rows.reorder), 0.0
+        if not await self._thread.read(self._rows.has_foreign):
+            return
+        count, self._search_s = await self._change(self._rows.reorder), 0.0
+        if count:
             log.warning("rows of another PostgreSQL cluster are put before new ones", count=count)
 
     def _mark_last(self, page: Page) -> Steps[None]:
@@ -305,17 +311,43 @@ class OutboxSource:
             )
         return [position for position, _id in found]
 
-    def _locked(self, page: Page, error: RowsLocked) -> None:
-        """Keep a page whose rows others have locked.
+    def _locked(self, error: RowsLocked, *pages: Page) -> None:
+        """Go on without rows that others have locked: those put off, and pages, which are visible.
 
         Raises:
             RowsLocked: there are too many.
         """
-        self.unmarked.append(page)
-        if len(self.unmarked) > _UNMARKED_MAX:
+        self.unmarked += pages
+        counts = len(self.unmarked), len(self._put_off)
+        if counts[0] > _UNMARKED_MAX or counts[1] > _PUT_OFF_MAX:
             raise error
         self._failed(error)
-        log.warning("visible rows cannot be marked", pages=len(self.unmarked), error=str(error))
+        log.warning("rows are locked", pages=counts[0], put_off=counts[1], error=str(error))
+
+    async def _unless_locked(
+        self,
+        steps: Callable[[], Steps[object]],
+        positions: Callable[[], Iterable[int]],
+        among: Iterable[int] | None = None,
+    ) -> None:
+        """Change rows that wait. If others have locked some, put these off, with their keys and
+        whole units: the next look finds the rest.
+
+        Args:
+            among: see `WaitingRows.locked`.
+        """
+        try:
+            await self._thread.attempt(self._checked(steps))
+        except RowsLocked as error:
+            locked = await self._thread.read(lambda: self._rows.locked(positions(), among))
+            if locked:
+                if not self._put_off:
+                    self._put_off_s = _PUT_OFF_S
+                self._put_off |= locked
+                self._locked(error)
+            else:  # not by one that stays
+                await self._change(steps)
+        self._held = await self._thread.read(partial(self._rows.held, self._put_off))
 
     async def _mark_locked(self) -> None:
         """Mark pages that were locked before, up to one that still is; that is tried last then."""
@@ -324,7 +356,7 @@ class OutboxSource:
             try:
                 await self._thread.attempt(partial(self._rows.mark, page.positions()))
             except RowsLocked as error:
-                self._locked(self.unmarked.pop(0), error)
+                self._locked(error, self.unmarked.pop(0))
                 return
             del self.unmarked[0]
 
@@ -350,7 +382,8 @@ class OutboxSource:
         if begun_s >= self._search_s:
             floor = ""
             next_floor = await self._thread.read(self._rows.floor)
-        found = await self._thread.read(partial(self._rows.select, _ROWS, visible, floor))
+        select = partial(self._rows.select, _ROWS, visible, floor, self._put_off)
+        found = await self._thread.read(select)
         if not floor:
             self._floor, self._search_s = "", 0.0
             if not found.rows and next_floor:
@@ -361,23 +394,23 @@ class OutboxSource:
     async def _collect(self, found: Selection) -> OutboxDelivery | None:
         """Return a delivery of rows; None, if some cannot be sent now: expired ones, and the units
         of held keys."""
-        delivery, blocked, late = OutboxDelivery(self), dict[str | int, int](), False
+        delivery, blocked, late = OutboxDelivery(self), dict[Group, int](), False
         async for page in self._pages(found):
             delivery.add(page)
             blocked |= self._blocked(page)
             if expired := [row.position for row in page if row.expired]:
-                await self._change(partial(self._rows.expire, expired))
+                steps = partial(self._rows.expire, expired)
+                await self._unless_locked(steps, partial(iter, expired))
                 late = True
         if late or not blocked:
             return None if late else delivery
 
-        def hold() -> Steps[int]:
+        def positions() -> Iterator[int]:
             of_units = (row.position for row in page if row.group in blocked)
-            positions = delivery.positions if found.longer else of_units
-            return self._rows.hold(positions, max(blocked.values()))
+            return delivery.positions if found.longer else of_units
 
-        await self._change(hold)
-        self._held = await self._thread.read(self._rows.held)
+        until_ms = max(blocked.values())
+        await self._unless_locked(lambda: self._rows.hold(positions(), until_ms), positions)
         return None
 
     async def _pages(self, found: Selection) -> AsyncIterator[Sequence[WaitingRow]]:
@@ -387,7 +420,7 @@ class OutboxSource:
             rest = partial(self._rows.rest, page[-1], _ROWS)
             page = await self._thread.read(rest) if found.longer else ()
 
-    def _blocked(self, rows: Sequence[WaitingRow]) -> dict[str | int, int]:
+    def _blocked(self, rows: Sequence[WaitingRow]) -> dict[Group, int]:
         """Return the units that have rows of held keys, and until when they wait."""
         return {
             row.group: self._held.keys[row.orders_by]
@@ -397,14 +430,14 @@ class OutboxSource:
 
     async def _release(self) -> None:
         """Let held rows be sent whose time has come."""
+        self._put_off_s -= 1
+        if self._put_off and self._put_off_s <= 0:
+            self._put_off, self._search_s = set(), 0.0
+            self._held = await self._thread.read(self._rows.held)
         # A look first: an idle relay takes no lock and writes nothing.
-        if await self._thread.read(self._rows.due):
-            try:
-                await self._change(self._rows.release)
-            except RowsLocked as error:
-                self._failed(error)
-                log.warning("held rows are not released", error=str(error))
-            self._held, self._search_s = await self._thread.read(self._rows.held), 0.0
+        while due := await self._thread.read(partial(self._rows.due, self._put_off)):
+            await self._unless_locked(partial(self._rows.release, due), partial(iter, due))
+            self._search_s = 0.0
         await self._reorder()
         await self._mark_locked()
 
@@ -432,7 +465,7 @@ class OutboxSource:
             try:
                 await self._thread.attempt(partial(self._rows.mark, page.positions()))
             except RowsLocked as error:
-                self._locked(page, error)
+                self._locked(error, page)
 
     async def refused(self, delivery: Delivery, refusals: Sequence[Refusal]) -> None:
         """Let refused rows wait, and the others of their units; see `Source.refused`."""
@@ -449,8 +482,11 @@ class OutboxSource:
         ]
         # Of many rows at most a thousand a second: the others must not wait for them.
         pauses_ms = [max(round(s * 1000), self._held.rows) for s in self._retries.pauses_s]
-        await self._change(lambda: self._rows.refuse(refused, delivery.positions, pauses_ms))
-        self._held = await self._thread.read(self._rows.held)
+        await self._unless_locked(
+            lambda: self._rows.refuse(refused, delivery.positions, pauses_ms),
+            lambda: delivery.positions,
+            [*chain.from_iterable(each.positions for each in refused)],
+        )
 
     async def close(self) -> None:
         """See `Source.close`."""
@@ -506,7 +542,7 @@ def name_taken(other: str, own: str) -> ConfigurationError:
 
 def _first_units(rows: Sequence[WaitingRow]) -> Sequence[WaitingRow]:
     """Return the rows of the first units, up to the limits of a delivery."""
-    units: set[str | int] = set()
+    units = set[Group]()
     size = 0
     for row in rows:
         if row.group not in units and size >= _DELIVERY_BYTES:

@@ -126,18 +126,24 @@ class Leases:
         """Divide the rows into another number of shards. Return False if this relay does not own
         all of them."""
         found = yield Query(
-            f"SELECT relay, identity, owner FROM {RELAY} ORDER BY shard{self._dialect.lock}"
+            f"SELECT owner, relay, identity, cluster FROM {RELAY} "
+            f"ORDER BY shard{self._dialect.lock}"
         )
-        if any(row[2] != self.owner for row in found.rows):
+        if any(row[0] != self.owner for row in found.rows):
             return False
-        relay, identity, _owner = found.rows[0]
+        _owner, relay, identity, cluster = found.rows[0]
+        if any(row[3] != cluster for row in found.rows):
+            cluster = ""
         yield Query(f"DELETE FROM {RELAY} WHERE shard > 0")
-        yield Query(f"UPDATE {RELAY} SET shards = {shards}, owner = '', lease_until = 0")
+        yield Query(
+            f"UPDATE {RELAY} SET shards = {shards}, owner = '', lease_until = 0, cluster = ?",
+            (cluster,),
+        )
         for shard in range(1, shards):
             yield Query(
-                f"INSERT INTO {RELAY} (shard, relay, identity, shards) "
-                f"VALUES ({shard}, ?, ?, {shards})",
-                (relay, identity),
+                f"INSERT INTO {RELAY} (shard, relay, identity, shards, cluster) "
+                f"VALUES ({shard}, ?, ?, {shards}, ?)",
+                (relay, identity, cluster),
             )
         return True
 

@@ -30,6 +30,8 @@ CHANNEL = OUTBOX
 """What PostgreSQL notifies."""
 ASLEEP = "1954046575, 1"
 """PostgreSQL's advisory lock that a relay holds while it sleeps; the numbers are arbitrary."""
+CLUSTER = "(SELECT CAST(system_identifier AS text) FROM pg_control_system())"
+"""Which PostgreSQL cluster this is; a dump does not take it along."""
 SHARDS_MAX = 16
 
 UNKNOWN, LOCAL_COMMIT, LOCAL_ROLLBACK = "UNKNOWN", "LOCAL_COMMIT", "LOCAL_ROLLBACK"
@@ -87,6 +89,8 @@ RELAY_COLUMNS: Mapping[str, str] = {
     "owner": "{key} NOT NULL DEFAULT ''",
     "lease_until": "{whole} NOT NULL DEFAULT 0",
     "wanted_by": "{key} NOT NULL DEFAULT ''",
+    # PostgreSQL: of whose transactions the units of the shard's rows are; '': of several.
+    "cluster": "{key} NOT NULL DEFAULT ''",
 }
 _TABLES = {OUTBOX: COLUMNS, RELAY: RELAY_COLUMNS}
 
@@ -153,8 +157,10 @@ def _statements(name: str, dialect: Dialect) -> Iterator[str]:
     if dialect is POSTGRESQL:
         yield from _notification()
     relay, identity = name or f"outbox-{secrets.token_hex(4)}", secrets.token_hex(16)
+    cluster = CLUSTER if dialect is POSTGRESQL else "''"
     yield (
-        f"INSERT INTO {RELAY} (shard, relay, identity) SELECT 0, '{relay}', '{identity}' "
+        f"INSERT INTO {RELAY} (shard, relay, identity, cluster) "
+        f"SELECT 0, '{relay}', '{identity}', {cluster} "
         f"FROM (SELECT 1 AS one) AS once WHERE NOT EXISTS (SELECT 1 FROM {RELAY})"
     )
 

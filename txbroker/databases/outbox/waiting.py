@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from msgspec import Struct
 
 from txbroker.databases.dialect import MARIADB, POSTGRESQL, SQLITE, Dialect
 from txbroker.databases.outbox.operations import readable
-from txbroker.databases.outbox.table import MAYBE_UNDECIDED, OUTBOX, SEQUENCE
+from txbroker.databases.outbox.table import CLUSTER, MAYBE_UNDECIDED, OUTBOX, RELAY, SEQUENCE
 from txbroker.databases.steps import Query, Steps
 
 _PIECE = 2000
@@ -38,8 +38,14 @@ _NEXT_UNIT = "lpad(CAST(pg_snapshot_xmax(pg_current_snapshot()) AS text), 20, '0
 """Above the units of all transactions that this PostgreSQL cluster has begun."""
 _OLDEST_UNIT = "lpad(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS text), 20, '0')"
 """The unit of the oldest transaction that has not ended."""
+_LOCKED_MS = 5000
+"""How long rows wait behind locked ones, before they are looked at again."""
 _ROWS_OVERHEAD = 200
 """Bytes of a row beside key, value and headers."""
+
+
+Group: TypeAlias = str | int
+"""What rows have in common that become visible together: their unit; the position of one alone."""
 
 
 class WaitingRow(NamedTuple):
@@ -59,8 +65,8 @@ class WaitingRow(NamedTuple):
     expired: bool
 
     @property
-    def group(self) -> str | int:
-        """What the rows have in common that become visible together."""
+    def group(self) -> Group:
+        """See `Group`."""
         return self.unit or self.position
 
     @property
@@ -142,6 +148,7 @@ class WaitingRows:
     def __init__(self, dialect: Dialect, shards: Sequence[int] = (), *, keep: bool = True) -> None:
         self._dialect = dialect
         self._keep = keep
+        self._in_relay = f"shard = {min(shards, default=0)}"
         self._of_shards = f" AND shard IN ({', '.join(map(str, shards))})" if shards else ""
 
     # --- restored tables -----------------------------------------------------------------------
@@ -161,16 +168,18 @@ class WaitingRows:
         return dialect.set_drawn.format(table=OUTBOX, sequence=SEQUENCE, position=position)
 
     def has_foreign(self) -> Steps[bool]:
-        """Return whether units are those of another PostgreSQL cluster, which would come after all
-        new ones: the table was restored, replicated or copied from there."""
+        """Return whether units may be those of another PostgreSQL cluster, which have no order with
+        new ones: the tables were restored there, or rows replicated or copied."""
         if self._dialect is not POSTGRESQL:  # elsewhere the sequence comes with the table
             return False
         foreign = f"unit >= {_NEXT_UNIT} AND unit < ':'"
         looks = (
-            f"EXISTS (SELECT 1 FROM {OUTBOX} WHERE {each} AND {foreign})"
-            for each in (f"{_READY}{self._of_shards}", MAYBE_UNDECIDED)
+            f"{OUTBOX} WHERE {_READY}{self._of_shards} AND {foreign}",
+            f"{OUTBOX} WHERE {MAYBE_UNDECIDED} AND {foreign}",
+            f"{RELAY} WHERE {self._in_relay} AND cluster <> {CLUSTER}",
         )
-        return bool((yield Query(f"SELECT {' OR '.join(looks)}")).rows[0][0])
+        exist = " OR ".join(f"EXISTS (SELECT 1 FROM {each})" for each in looks)
+        return bool((yield Query(f"SELECT {exist}")).rows[0][0])
 
     def reorder(self) -> Steps[int]:
         """Put the rows that wait before all new ones, in the order of their positions; return their
@@ -185,6 +194,7 @@ class WaitingRows:
                 f"WHERE unit = of_unit AND {condition} AND left(unit, 1) BETWEEN '0' AND '9'"
             )
             count += changed.count
+        yield Query(f"UPDATE {RELAY} SET cluster = {CLUSTER} WHERE {self._in_relay}")
         return count
 
     # --- rows to be sent -----------------------------------------------------------------------
@@ -196,13 +206,20 @@ class WaitingRows:
             return ""
         return str((yield Query(f"SELECT {_OLDEST_UNIT}")).rows[0][0])
 
-    def select(self, count: int, visible: Sequence[int] = (), floor: str = "") -> Steps[Selection]:
+    def select(
+        self,
+        count: int,
+        visible: Sequence[int] = (),
+        floor: str = "",
+        put_off: Collection[Group] = (),
+    ) -> Steps[Selection]:
         """Return the first rows to be sent by position, at most `count`.
 
         Args:
             visible: positions of rows that were sent, and cannot be marked yet.
             floor: a unit below which there are none. A search from the beginning reads all rows
                 that were sent since the oldest snapshot in use.
+            put_off: without these.
 
         A unit that may continue after them is left out; but if it is the first one, its rows are
         all that is returned.
@@ -210,9 +227,11 @@ class WaitingRows:
         # In the order in which transactions began to write: it fits that of keys, and has the rows
         # of a unit beside each other. On SQLite, with one writer at a time, that of positions.
         order = "position" if self._dialect is SQLITE else "unit, position"
-        without, values = "", tuple[str, ...]()
+        among, values = _among(put_off)
+        without = f"AND NOT {among} "
         if floor:
-            without, values = "AND unit >= ? ", (floor,)
+            without += "AND unit >= ? "
+            values += (floor,)
         if visible:
             without += f"AND position NOT IN (SELECT n FROM {self._dialect.numbers}) "
             values += (json.dumps(list(visible)),)
@@ -281,6 +300,43 @@ class WaitingRows:
             found += [(int(position), str(id)) for position, id in some.rows]
         return found
 
+    def locked(
+        self, positions: Iterable[int], among: Iterable[int] | None = None
+    ) -> Steps[set[Group]]:
+        """Return the groups that have rows that others have locked.
+
+        Args:
+            among: only groups of these rows; None: of all.
+        """
+        locked: list[int] = []
+        for piece in _pieces(positions, _UNITS):
+            free = yield from self._free(piece)
+            locked += (position for position in piece if position not in free)
+        groups = set((yield from self._groups(locked)).values())
+        return groups if among is None else groups & set((yield from self._groups(among)).values())
+
+    def _free(self, positions: Sequence[int]) -> Steps[set[int]]:
+        """Return those rows that no other transaction has locked; at most `_UNITS`."""
+        if not positions or not self._dialect.lock:
+            return set(positions)
+        marks = ", ".join("?" * len(positions))
+        found = yield Query(
+            f"SELECT position FROM {OUTBOX} WHERE position IN ({marks}) FOR UPDATE SKIP LOCKED",
+            positions,
+        )
+        return {int(row[0]) for row in found.rows}
+
+    def _groups(self, positions: Iterable[int]) -> Steps[dict[int, Group]]:
+        groups: dict[int, Group] = {}
+        for piece in _pieces(positions):
+            found = yield Query(
+                f"SELECT kept.position, kept.unit FROM {self._dialect.numbers} CROSS JOIN {OUTBOX} "
+                "AS kept WHERE kept.position = numbers.n",
+                (json.dumps(piece),),
+            )
+            groups |= {int(position): unit or int(position) for position, unit in found.rows}
+        return groups
+
     def expire(self, positions: Iterable[int]) -> Steps[int]:
         """Give up rows whose `timeout_at` has passed."""
         change = (
@@ -339,45 +395,46 @@ class WaitingRows:
                     latest_ms = max(latest_ms, int(until_ms))
         mates = array("q")
         for piece in _pieces(positions if units else ()):
-            found = yield Query(
-                f"SELECT kept.position, kept.unit FROM {self._dialect.numbers} CROSS JOIN {OUTBOX} "
-                "AS kept WHERE kept.position = numbers.n",
-                (json.dumps(piece),),
-            )
-            mates.extend(int(position) for position, unit in found.rows if unit in units)
+            groups = yield from self._groups(piece)
+            mates.extend(position for position, group in groups.items() if group in units)
         # All at one time, also those with different retries: they are sent together.
         yield from self._set(f"next_at = {latest_ms}", "state = 'LOCAL_COMMIT'", mates)
 
-    def due(self) -> Steps[bool]:
-        """Return whether there are held rows whose time has come."""
-        found = yield Query(f"SELECT 1 FROM {OUTBOX} WHERE {self._due} LIMIT 1")
-        return bool(found.rows)
+    def due(self, put_off: Collection[Group] = ()) -> Steps[list[int]]:
+        """Return the positions of held rows whose time has come, without those put off."""
+        among, units = _among(put_off)
+        query = f"SELECT position FROM {OUTBOX} WHERE {self._due} AND NOT {among}"
+        return [int(row[0]) for row in (yield Query(query, units)).rows]
 
-    def release(self) -> Steps[None]:
-        """Let held rows be sent whose time has come."""
-        yield Query(f"UPDATE {OUTBOX} SET next_at = 0 WHERE {self._due}")
+    def release(self, positions: Iterable[int]) -> Steps[int]:
+        """Let held rows be sent."""
+        return (yield from self._set("next_at = 0", _LATER, positions))
 
     @property
     def _due(self) -> str:
-        due = f"next_at <= {self._dialect.now_ms}"
+        due = f"next_at <= (SELECT {self._dialect.now_ms})"  # one time for all rows of a unit
         if self._dialect is SQLITE:  # whose texts are above all numbers
             due = f"({due} OR next_at >= '')"
         return f"{_LATER} AND {due}{self._of_shards}"
 
-    def held(self) -> Steps[Held]:
-        """Return the rows that are held."""
-        found = yield Query(
-            f"SELECT order_key, message_key, MAX(next_at), COUNT(*) FROM {OUTBOX} "
-            f"WHERE {_LATER}{self._of_shards} "
-            "GROUP BY order_key, message_key"
+    def held(self, put_off: Collection[Group] = ()) -> Steps[Held]:
+        """Return the rows that are held, also those put off."""
+        among, units = _among(put_off)
+        select = "SELECT order_key, message_key, {}, COUNT(*) FROM {} WHERE {} GROUP BY 1, 2".format
+        later = select("MAX(next_at)", OUTBOX, f"{_LATER}{self._of_shards}")
+        locked = select(
+            f"{self._dialect.now_ms} + {_LOCKED_MS}",
+            OUTBOX,
+            f"{_READY}{self._of_shards} AND {among}",
         )
+        found = [*(yield Query(later)).rows, *(yield Query(locked, units)).rows]
         keys: dict[str | bytes, int] = {}
-        for order_key, message_key, until_ms, _count in found.rows:
+        for order_key, message_key, until_ms, _count in found:
             key = message_key if order_key is None else order_key
             if key is not None:
                 until_ms = until_ms if isinstance(until_ms, int) else 0  # another program's text
                 keys[key] = max(keys.get(key, 0), until_ms)
-        return Held(keys, sum(int(row[3]) for row in found.rows))
+        return Held(keys, sum(int(row[3]) for row in found))
 
     def _set(self, change: str, condition: str, positions: Iterable[int]) -> Steps[int]:
         """Change rows by position, or delete them if there is no change."""
@@ -412,13 +469,7 @@ class WaitingRows:
         )
         positions = [int(row[0]) for row in found.rows if row[1]]
         last = positions[-1] if positions else None
-        if positions and self._dialect is not SQLITE:
-            marks = ", ".join("?" * len(positions))
-            locked = yield Query(
-                f"SELECT position FROM {OUTBOX} WHERE position IN ({marks}) FOR UPDATE SKIP LOCKED",
-                positions,
-            )
-            positions = [int(row[0]) for row in locked.rows]
+        positions = [*(yield from self._free(positions))]
         if not positions:
             return Purged(0, last)
         marks = ", ".join("?" * len(positions))
@@ -471,11 +522,20 @@ def _waiting(row: Sequence[Any]) -> WaitingRow:
     return WaitingRow(int(position), unit, order_key, key, size, bool(expired))
 
 
-def _pieces(positions: Iterable[int]) -> Iterator[list[int]]:
+def _among(groups: Collection[Group]) -> tuple[str, tuple[str, ...]]:
+    """Return the condition of the rows of groups, and its values."""
+    units = tuple(group for group in groups if isinstance(group, str))
+    alone = [str(group) for group in groups if isinstance(group, int)]
+    terms = [f"unit IN ({', '.join('?' * len(units))})"] if units else []
+    terms += [f"position IN ({', '.join(alone)})"] if alone else []
+    return f"({' OR '.join(terms) or '1 = 0'})", units
+
+
+def _pieces(positions: Iterable[int], count: int = _PIECE) -> Iterator[list[int]]:
     piece: list[int] = []
     for position in positions:
         piece.append(position)
-        if len(piece) == _PIECE:
+        if len(piece) == count:
             yield piece
             piece = []
     if piece:
