@@ -425,7 +425,9 @@ async def test_retention_under_older_proxy_stops_nothing(harness: Harness) -> No
     await until(lambda: harness.visible() == [first])
     await owner.close()
     newest = structs.replace(harness.progress(), accounted=None)
-    harness.kafka.transact("txbroker.checkpoint", 0, [encode_progress(newest)])
+    harness.kafka.transact(
+        "txbroker.checkpoint", 0, [encode_progress(newest)], transactional_id="txbroker.half-0"
+    )
     harness.kafka.truncate("txbroker.half", before=1)
     later = await harness.committed(await harness.owner())
     await until(lambda: harness.visible() == [first, later])

@@ -74,9 +74,9 @@ class WatchedDoor(KafkaPartitionDoor):
 
     steps: list[str]
 
-    def _producer(self, side: str) -> Producer:
-        self.steps.append(f"producer {side}")
-        return Started(self.steps, side)
+    def _producers(self) -> tuple[Producer, Producer]:
+        self.steps += ["producer a", "producer b"]
+        return Started(self.steps, "a"), Started(self.steps, "b")
 
     async def _write_claim(self, producer: Producer, claim: Claim, backoff: Backoff) -> Stored:
         self.steps.append("claim record")

@@ -275,11 +275,19 @@ class MemoryKafka(MemoryTopics):
         return None
 
     def transact(
-        self, name: str, partition: int, records: Sequence[Record], *, committed: bool = True
+        self,
+        name: str,
+        partition: int,
+        records: Sequence[Record],
+        *,
+        committed: bool = True,
+        transactional_id: str = "",
     ) -> None:
-        """Write a whole transaction, as another client does; its end takes an offset."""
+        """Write a whole transaction, as another client does or an earlier user of a transactional
+        id; its end takes an offset."""
         log = self.partition(name, partition)
-        transaction, now_ms = KafkaTransaction(next(self._ids)), self.clock.now_ms()
+        producer = self._producer(transactional_id) if transactional_id else next(self._ids)
+        transaction, now_ms = KafkaTransaction(producer), self.clock.now_ms()
         log.append(records, now_ms, transaction)
         self.end(transaction, committed=committed)
         log.mark(now_ms)

@@ -152,7 +152,7 @@ class KafkaPartitionDoor(PartitionDoor):
         await self._retire()
         failpoint("claim.beginning")
         backoff = Backoff(self._settings.claim_timeout_s, _PAUSE_S, _PAUSE_MAX_S)
-        producers = producers_of(self._client, self.partition, self._channel)
+        producers = self._producers()
         try:
             for producer in producers:
                 await producer.start(backoff)
@@ -174,6 +174,9 @@ class KafkaPartitionDoor(PartitionDoor):
             self._client, self.partition, producers, self._bytes_max, guard, self._stable
         )
         return claimed
+
+    def _producers(self) -> tuple[Producer, Producer]:
+        return producers_of(self._client, self.partition, self._channel)
 
     async def _verify_own_topics(self, guard: OpenTransactionGuard, backoff: Backoff) -> None:
         """Wait until our own topics hold no open transaction of an earlier claim.
