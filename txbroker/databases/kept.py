@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from txbroker.core.consuming.copies import Failed, Source, make_copy
+from txbroker.core.consuming.copies import Failed, Source, headers_of, make_copy, read_left_out
 from txbroker.core.records import Header, Record
 from txbroker.databases.dialect import Dialect
 from txbroker.databases.steps import Query, Steps
@@ -72,20 +72,27 @@ class KeptTable:
 
     # --- by the owner of the partition -------------------------------------------------------
 
-    def keep(self, kept: Kept) -> Steps[None]:
-        """Store a message, over an earlier row of it."""
+    def keep(self, kept: Kept, *, in_ascii: bool = False) -> Steps[None]:
+        """Store a message, over an earlier row of it.
+
+        Args:
+            in_ascii: for a database whose encoding lacks characters of the cause.
+        """
         failed, record = kept.failed, kept.record
+        cause = failed.cause.replace("\0", "\\0")
+        if in_ascii:
+            cause = cause.encode("ascii", "backslashreplace").decode()
         values = (
             kept.state,
             failed.stage,
             failed.step,
             failed.attempts,
             failed.due_ms,
-            failed.cause.replace("\0", "\\0"),
+            cause,
             record.timestamp_ms,
             record.key,
             record.value,
-            msgspec.json.encode(list(record.headers)).decode(),
+            json.dumps(msgspec.to_builtins(headers_of(record, failed))),
         )
         columns = ("state", *_FIELDS)
         marks = ", ".join("?" * (5 + len(columns)))
@@ -209,6 +216,7 @@ def _matches(key: bytes | int) -> tuple[str, bytes | int]:
 def _kept(row: Sequence[Any]) -> Kept:
     topic, partition, offset, state, *fields = row
     stage, step, attempts, due_ms, cause, timestamp_ms, key, value, headers = fields
+    left_out, names = read_left_out(tuple(msgspec.json.decode(headers, type=list[Header])))
     failed = Failed(
         Source(topic, int(partition), int(offset)),
         int(attempts),
@@ -216,11 +224,12 @@ def _kept(row: Sequence[Any]) -> Kept:
         cause,
         int(step),
         int(stage),
+        left_out,
     )
     record = Record(
         _bytes(key),
         _bytes(value),
-        tuple(msgspec.json.decode(headers, type=list[Header])),
+        names,
         timestamp_ms=int(timestamp_ms),
     )
     return Kept(state, failed, record)
