@@ -240,11 +240,12 @@ def packets_of(size: int, server: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize("shop", ["mariadb_server repeatable read"], indirect=True)
 @pytest.mark.parametrize("on_failure", ["skip", "retry", "aside"])
+@pytest.mark.parametrize("size", [700_000, 20_000_000])
 async def test_message_that_is_larger_than_the_database_takes(
-    world: World, shop: Shop, mariadb_server: Any, on_failure: str
+    world: World, shop: Shop, mariadb_server: Any, on_failure: str, size: int
 ) -> None:
     """Its row lacks the value, which is read in its first place once the row is handled again."""
-    large = "x" * 700_000
+    large = "x" * size
     failing = True
 
     def handle(message: ReceivedMessage, connection: Any) -> None:
@@ -253,6 +254,7 @@ async def test_message_that_is_larger_than_the_database_takes(
         value = str(len(text(message)))
         execute(connection, "mariadb", "INSERT INTO results (value) VALUES (?)", value)
 
+    world.kafka.set_message_bytes_max("orders", 2 * size)
     world.produce(f"a={large}", "b=22", headers=(("h", b"1"),))
     order = "none" if on_failure == "retry" else "key"
     options = {"on_failure": on_failure, "local_attempts_max": 1, "order": order, **shop.options}
