@@ -40,6 +40,25 @@ async def test_key_is_set_aside_in_order_and_others_continue(world: World, order
     first, *others = [failed for _record, failed in world.copies("aside")]
     assert (first.attempts, first.cause) == (2, "ValueError: bug")
     assert {failed.cause for failed in others} == {"an earlier message of its key is set aside"}
+    assert {failed.attempts for failed in others} == {0}
+
+
+async def test_first_call_with_a_message_of_a_released_key_is_its_first_attempt(
+    world: World,
+) -> None:
+    attempts: list[tuple[str, int]] = []
+
+    async def handle(message: ReceivedMessage) -> None:
+        attempts.append((text(message), message.attempt))
+        if attempts[-1][1] <= 2 and text(message) == "bad":
+            raise BUG
+
+    world.produce("a=bad", "a=1")
+    async with world.running(handle, **ASIDE) as consumer:
+        await until(lambda: len(world.copies("aside")) == 2)
+        world.release(b"a")
+        await keys(world, consumer, 0)
+    assert attempts == [("bad", 1), ("bad", 2), ("bad", 3), ("1", 1)]
 
 
 async def test_released_key_is_done_in_order_while_messages_arrive(world: World) -> None:

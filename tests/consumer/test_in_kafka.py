@@ -262,7 +262,7 @@ def short_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.rule(44)
 async def test_outputs_wait_whose_messages_do_not_fit_into_the_position(
-    prices: Prices, short_metadata: None
+    prices: Prices, short_metadata: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every second message is stuck. Nothing is repeated after a restart, and nothing lost."""
     handler = Pricing()
@@ -270,12 +270,15 @@ async def test_outputs_wait_whose_messages_do_not_fit_into_the_position(
     prices.kafka.create_topic("others", 1)
     prices.produce(*(f"{number}={number}" for number in range(60)))
     options = {"topics": ["orders", "others"], "in_flight_max": 64, "drain_s": 0.1}
-    async with prices.running(handler, **options):
+    async with prices.running(handler, **options) as consumer:
         await until(lambda: len(handler.done) == 30)
         prices.produce("x=other", topic="others")
         await until(lambda: "other" in prices.prices)
         stored = list(prices.prices)
         assert len(stored) < 30
+        assert counted(consumer, "handled") == len(stored)
+        assert consumer.statistics().overflow > 0
+        assert caplog.text.count("outputs wait") == 1
     for gate in gates:
         gate.set()
     async with prices.running(handler, **options):
@@ -284,15 +287,38 @@ async def test_outputs_wait_whose_messages_do_not_fit_into_the_position(
     assert sorted(numbers, key=int) == [str(number) for number in range(60)]
 
 
+async def test_thousands_of_outputs_between_stuck_messages_are_stored(prices: Prices) -> None:
+    """The others are stuck: compressed, their gaps fit into the position."""
+    prices.produce(*(f"{number % 2}={number}" for number in range(5000)))
+    stuck = asyncio.Event()
+
+    async def handle(message: ReceivedMessage, out: Outputs) -> None:
+        if message.key == b"1":
+            await stuck.wait()
+        out.send(Message("prices", message.key, message.value))
+
+    options = {"order": "none", "in_flight_max": 5000, "drain_s": 0.0}
+    async with prices.running(handle, **options) as consumer:
+        await until(lambda: len(prices.prices) == 2500)
+        assert counted(consumer, "handled") == 2500
+    stuck.set()
+    async with prices.running(handle, **options):
+        await prices.commits(5000)
+    assert sorted(map(int, prices.prices)) == list(range(5000))
+
+
 async def test_stuck_message_that_succeeds_lets_outputs_go_on(
-    prices: Prices, short_metadata: None
+    prices: Prices, short_metadata: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The partition is full: only messages that were handed out before are."""
     tries = {f"{number}": [ValueError("bug")] * 5 + [None] for number in range(0, 60, 2)}
     handler = Pricing(**tries)
     prices.produce(*(f"{number}={number}" for number in range(60)))
-    async with prices.running(handler, in_flight_max=64, retry_interval_s=0.1):
+    caplog.set_level("INFO")
+    async with prices.running(handler, in_flight_max=64, retry_interval_s=0.1) as consumer:
         await prices.commits(60)
+        assert counted(consumer, "handled") == 60
+        assert caplog.text.count("outputs go on") == caplog.text.count("outputs wait") > 0
     assert sorted(prices.prices, key=int) == [str(number) for number in range(60)]
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+import zlib
+from base64 import urlsafe_b64encode
 
 import pytest
 
+from tests.faults.consuming.judge import later_position, position
 from txbroker.core.consuming.position import (
     METADATA_LENGTH_MAX,
     ForeignMetadata,
@@ -91,12 +94,39 @@ def test_position_equals_a_set_of_offsets(seed: int) -> None:
     assert (model.position.low, model.position.ranges()) == (model.size, [])
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_ranges_that_fit_only_compressed(seed: int) -> None:
+    rng = random.Random(seed)
+    ranges, at, gap_max = [], 7, rng.choice((1, 2, 3))
+    for _ in range(rng.randrange(1600, 3000)):
+        first = at + rng.randint(1, gap_max)
+        at = first + rng.randint(1, gap_max)
+        ranges.append((first, at))
+    later = rng.choice((None, Later(3), Later(3, ((5, 6), (8, 9)))))
+    metadata = Metadata(10**17, "f" * 32, 1000, tuple(ranges), later, Starts(rng.randrange(2)))
+    text, left_out = encode_metadata(7, metadata)
+    assert (decode_metadata(7, text), left_out) == (metadata, 0)
+    assert text.startswith("txb2:")
+    assert len(text) <= METADATA_LENGTH_MAX
+    assert (position(7, text), later_position(7, text)) == (
+        (7, ranges),
+        later and (later.low, list(later.ranges)),
+    )
+
+
+def test_compressed_ranges_are_not_too_many() -> None:
+    text = f"txb2:1:ab:0:{urlsafe_b64encode(zlib.compress(bytes([1]) * (2 << 20))).decode()}"
+    with pytest.raises(ForeignMetadata):
+        decode_metadata(5, text)
+
+
 @pytest.mark.parametrize("step", [2, 300, 70_000])
 def test_metadata_leave_out_last_ranges(step: int) -> None:
-    ranges = [(at, at + 1 + at % 2) for at in range(step, step * 6000, step + 1)]
+    rng = random.Random(step)
+    ranges = [(at, at + rng.randint(1, step)) for at in range(step, step * 60_000, step + 1)]
     text, left_out = encode_metadata(0, Metadata(10**17, "f" * 32, 1000, ranges))
     found = decode_metadata(0, text)
-    assert METADATA_LENGTH_MAX - 12 <= len(text) <= METADATA_LENGTH_MAX
+    assert METADATA_LENGTH_MAX - 120 <= len(text) <= METADATA_LENGTH_MAX
     assert found is not None
     assert tuple(found.ranges) == tuple(ranges[: len(found.ranges)])
     assert left_out == sum(end - first for first, end in ranges[len(found.ranges) :]) > 0
@@ -118,7 +148,9 @@ def test_metadata_leave_out_last_ranges(step: int) -> None:
         ("txb1:1:ab:0:::1.2", False),  # half of a message's starts
         ("txb1:1:ab:0:\n", False),
         (" txb1:1:ab:0:", False),
-        ("txb2:1:ab:0:", True),
+        ("txb2:1:ab:0:AQE=", False),  # not compressed
+        ("txb2:1:ab:0:eJxjZAQAAAQAAw", False),  # cut
+        ("txb3:1:ab:0:", True),
         ("txb10:x", True),
     ],
 )

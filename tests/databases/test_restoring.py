@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from inspect import isawaitable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from psycopg.types.string import StrDumper
 from sqlalchemy import event
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.pool import NullPool
 
 from tests.databases import test_engines
 from tests.databases.callers import engine
@@ -228,3 +232,58 @@ def test_session_of_an_unknown_driver_is_used_once(tmp_path: Path) -> None:
         session.commit()
         assert not session.reusable
         assert session.execute(Query("SELECT count(*) FROM made")).rows == [(0,)]
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+async def test_options_of_sqlalchemy_are_restored(tmp_path: Path, end: str) -> None:
+    where = sqlite_place(tmp_path)
+    url = f"sqlite+aiosqlite:///{tmp_path / 'other.db'}"
+    for found in (engine(where), create_async_engine(url, poolclass=NullPool)):
+        database = from_sqlalchemy(found)
+        session: Any = await database.open_async() if database.asynchronous else database.open()
+        for call in (session.lend, session.begin):
+            await _done(call())
+        options = {"schema_translate_map": {None: "tenant"}}
+        await _done(session.connection.execution_options(**options))
+        await _done(getattr(session, end)())
+        connection = getattr(session.connection, "sync_connection", session.connection)
+        assert "schema_translate_map" not in connection.get_execution_options()
+        await _done(session.close())
+
+
+async def _done(result: Any) -> None:
+    if isawaitable(result):
+        await result
+
+
+class Shouted(StrDumper):
+    def dump(self, obj: str) -> bytes:
+        return obj.upper().encode()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_adapters_of_psycopg_are_restored(postgres_place: Place, end: str) -> None:
+    with closing(postgres_place.database.open()) as session:
+        session.lend()
+        for _ in range(2):
+            session.begin()
+            (before,) = session.connection.execute("SELECT %s", ("a",)).fetchone()
+            assert before == "a"
+            session.connection.adapters.register_dumper(str, Shouted)
+            session.connection.add_notice_handler(print)
+            getattr(session, end)()
+            assert session.reusable
+            assert session.connection._notice_handlers == []
+
+
+@pytest.mark.full
+def test_converters_of_pymysql_are_restored(mariadb_place: Place) -> None:
+    with closing(mariadb_place.database.open()) as session:
+        session.lend()
+        session.begin()
+        session.connection.encoders[int] = lambda *_: "2"
+        session.commit()
+        session.begin()
+        assert session.execute(Query("SELECT ?", (1,))).rows == ((1,),)
+        session.rollback()

@@ -132,6 +132,8 @@ class Committer:
         self.copies = PendingCopies(engine)
         self._soon = False
         """Some of the copies are to be stored at once."""
+        self._full: set[Work] = set()
+        """Partitions whose outputs wait, because their position is full."""
         self._unknown: _Round | None = None
         """A round with copies whose result is not known."""
         self._count = 0
@@ -211,6 +213,7 @@ class Committer:
         """Store nothing more of a partition."""
         work.dirty = False
         self._dirty.pop(work, None)
+        self._full.discard(work)
         if self._unknown is not None:
             self._unknown.pending.pop(work, None)
         for each in self.copies.drop(work):
@@ -388,10 +391,20 @@ class Committer:
                 # The position may have fewer gaps with all that waits.
                 pending[work] = list(self.copies.of(work))
                 stored = _position(work, pending[work], (), distinct=distinct)
-                if work.overflow:
+                if overflow := work.overflow:
                     # After a crash messages would be handled again whose outputs are stored.
-                    del pending[work]
+                    waiting = pending.pop(work)
                     stored, waits = work.stored(distinct=distinct), True
+                    work.overflow = overflow
+                    if work not in self._full:
+                        self._full.add(work)
+                        why = "its position is full: done and undone messages alternate"
+                        log.warning(
+                            "outputs wait", partition=work.place, messages=len(waiting), why=why
+                        )
+            if work in self._full and work in pending:
+                self._full.discard(work)
+                log.info("outputs go on", partition=work.place)
             round_.offsets[work.place] = stored
         taken = sum(len(each.copies) for some in pending.values() for each in some)
         left = self.copies.count - taken

@@ -470,7 +470,6 @@ class Engine:
             self._queues.settle(message.work.queue, message)
             self.settled(message)
         elif error is None:
-            self.handled += 1
             self._failures.produce(message, outputs)
         else:
             if message.lane is not None and not self.before:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import structlog
+from msgspec import structs
 
 from txbroker.consumer.failure_lines import FailureLines
 from txbroker.consumer.message import ReceivedMessage
@@ -50,9 +51,11 @@ class Results(Protocol):
 
     Attributes:
         counts: events by name.
+        handled: messages whose handler has succeeded; with outputs, once these are stored.
     """
 
     counts: Counter[str]
+    handled: int
 
     def end(self, message: ReceivedMessage, *, stored: bool = False) -> None:
         """The message needs nothing more: its lane continues, its offset is done.
@@ -124,7 +127,7 @@ class Failures:
         elif isinstance(verdict, SetAside):
             key = message.record.key
             work.setting_aside.add(message.offset if key is None else key)
-            self.set_aside(message, verdict.cause)
+            self.set_aside(message, verdict.cause, called=True)
         else:
             self._copy(message, verdict)
 
@@ -169,10 +172,15 @@ class Failures:
         self._queues.settle(work.queue, message)
         self._store(Pending(work.owner, message, outputs, self._outputs, True), soon=False)
 
-    def set_aside(self, message: ReceivedMessage, cause: str) -> None:
+    def set_aside(self, message: ReceivedMessage, cause: str, *, called: bool = False) -> None:
         """Copy a message to the aside topic. Its lane continues at once: later messages of the key
-        follow in the same order."""
+        follow in the same order.
+
+        Args:
+            called: the attempt was one; otherwise it is the next one's number.
+        """
         failed = _failed(message, round(time.time() * 1000), cause)
+        failed = structs.replace(failed, attempts=failed.attempts - (not called))
         number = spread(failed.source[:2], ASIDE_PARTITIONS)
         record = make_copy(message.record, failed)
         self._queues.settle(message.work.queue, message)
@@ -246,6 +254,8 @@ class _Outputs:
         assert pending.message is not None
         if pending.replaced:
             self._results.counts["dead"] += 1
+        else:
+            self._results.handled += 1
         self._results.settled(pending.message, stored=True)
 
     def refused(self, pending: Pending, error: CopyRefused) -> Sequence[Copy] | None:

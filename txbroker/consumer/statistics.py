@@ -56,7 +56,12 @@ METRICS = tuple(
             (),
             "Age of the oldest message that is not done, without those that wait for a retry.",
         ),
-        ("overflow", "gauge", (), "Done offsets that a crash would repeat."),
+        (
+            "overflow",
+            "gauge",
+            (),
+            "Done offsets that a crash would repeat; exactly once in Kafka, of outputs that wait.",
+        ),
         ("retries_total", "counter", ("step",), "Copies to the retry topic by step, 0 to 15."),
     )
 )

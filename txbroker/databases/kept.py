@@ -18,15 +18,17 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from txbroker.core.consuming.copies import Failed, Source, make_copy
+from txbroker.core.consuming.copies import Failed, Source, headers_of, make_copy, read_left_out
 from txbroker.core.records import Header, Record
-from txbroker.databases.dialect import Dialect
+from txbroker.databases.dialect import MARIADB, Dialect
 from txbroker.databases.steps import Query, Steps
 from txbroker.databases.tables import ASIDE
 
 RETRY, SET_ASIDE, RELEASED = "retry", "aside", "released"
 DEAD, UNPUBLISHED = "dead", "unpublished"
 
+_CHECKED_MIN = 1 << 20
+"""To a statement of 16 MB that is too large, MariaDB answers by closing the connection."""
 _KEY = "group_name, topic, partition_id, message_offset"
 _FIELDS = (
     "stage",
@@ -42,6 +44,10 @@ _FIELDS = (
 _COLUMNS = f"topic, partition_id, message_offset, state, {', '.join(_FIELDS)}"
 _OF_PARTITION = "group_name = ? AND topic = ? AND partition_id = ?"
 _OF_MESSAGE = f"{_OF_PARTITION} AND message_offset = ?"
+
+
+class RowTooLarge(Exception):
+    """The database would not take a row."""
 
 
 class Kept(Struct, frozen=True):
@@ -72,21 +78,32 @@ class KeptTable:
 
     # --- by the owner of the partition -------------------------------------------------------
 
-    def keep(self, kept: Kept) -> Steps[None]:
-        """Store a message, over an earlier row of it."""
+    def keep(self, kept: Kept, *, in_ascii: bool = False) -> Steps[None]:
+        """Store a message, over an earlier row of it.
+
+        Args:
+            in_ascii: for a database whose encoding lacks characters of the cause.
+        """
         failed, record = kept.failed, kept.record
+        cause = failed.cause.replace("\0", "\\0")
+        if in_ascii:
+            cause = cause.encode("ascii", "backslashreplace").decode()
         values = (
             kept.state,
             failed.stage,
             failed.step,
             failed.attempts,
             failed.due_ms,
-            failed.cause.replace("\0", "\\0"),
+            cause,
             record.timestamp_ms,
             record.key,
             record.value,
-            msgspec.json.encode(list(record.headers)).decode(),
+            json.dumps(msgspec.to_builtins(headers_of(record, failed))),
         )
+        if self._dialect is MARIADB and len(record.value or b"") > _CHECKED_MIN:
+            ((size_max,),) = (yield Query("SELECT @@max_allowed_packet")).rows
+            if 2 * _escaped_length(record.value or b"") > size_max:  # the statement has it twice
+                raise RowTooLarge(f"the row does not fit into max_allowed_packet, {size_max} bytes")
         columns = ("state", *_FIELDS)
         marks = ", ".join("?" * (5 + len(columns)))
         changes = ", ".join(f"{column} = ?" for column in columns)
@@ -206,9 +223,14 @@ def _matches(key: bytes | int) -> tuple[str, bytes | int]:
     return "message_offset = ?", key
 
 
+def _escaped_length(value: bytes) -> int:
+    return len(value) + sum(map(value.count, (b"\0", b"\n", b"\r", b"\x1a", b"'", b'"', b"\\")))
+
+
 def _kept(row: Sequence[Any]) -> Kept:
     topic, partition, offset, state, *fields = row
     stage, step, attempts, due_ms, cause, timestamp_ms, key, value, headers = fields
+    left_out, names = read_left_out(tuple(msgspec.json.decode(headers, type=list[Header])))
     failed = Failed(
         Source(topic, int(partition), int(offset)),
         int(attempts),
@@ -216,11 +238,12 @@ def _kept(row: Sequence[Any]) -> Kept:
         cause,
         int(step),
         int(stage),
+        left_out,
     )
     record = Record(
         _bytes(key),
         _bytes(value),
-        tuple(msgspec.json.decode(headers, type=list[Header])),
+        names,
         timestamp_ms=int(timestamp_ms),
     )
     return Kept(state, failed, record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +133,7 @@ class EngineSession:
         self._driver: Any = None
         self._transaction: RootTransaction | None = None
         self._restorer: Restorer | None = None
+        self._options: Mapping[str, Any] = {}
 
     def start(self, database: Database, lock_wait_s: float, idle_s: float) -> None:
         """Take the connection out of its pool, which must not receive its limits, and set them.
@@ -158,6 +160,7 @@ class EngineSession:
     def lend(self) -> None:
         """Handlers will use the session, see `PlainSession.lend`."""
         self._restorer = restorer(self._driver, driver_of(self._driver))
+        self._options = self.connection.get_execution_options()
         run(self._restorer.opened(), self.execute)
 
     def execute(self, query: Query) -> Result:
@@ -221,6 +224,7 @@ class EngineSession:
         """Restore what a handler changed, with one more statement: SQLAlchemy's COMMIT takes
         none along."""
         if self._restorer is not None and not self.reusable:
+            self.connection._execution_options = self._options  # type: ignore[assignment]
             with suppress(Exception):
                 self.reusable = run(self._restorer.ended(""), self._execute_on_driver)
 

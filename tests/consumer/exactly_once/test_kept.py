@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
+import psycopg
+import pymysql
 import pytest
 
 from tests.kit.consumer_world import World, counted, text
-from tests.kit.results import PLACE, Booking, Shop
+from tests.kit.results import PLACE, Booking, Shop, execute
 from tests.kit.until import until
-from txbroker.consumer import InDatabase, Later, Reject
-from txbroker.core.consuming.copies import Source, read_copy
+from txbroker.consumer import InDatabase, Later, ReceivedMessage, Reject
+from txbroker.core.consuming.copies import Failed, LeftOut, Source, read_copy
+from txbroker.core.records import Record
+from txbroker.databases import Postgres
+from txbroker.databases.kept import Kept
 from txbroker.errors import ConfigurationError
 
 BUG = ValueError("bug")
@@ -193,3 +200,92 @@ async def test_retried_message_of_a_replaced_owner(
         await until(lambda: not shop.aside())
         assert counted(consumer, "fenced") == 1
     assert booking.begun == ["1", "1", "1"]
+
+
+async def test_cause_that_the_encoding_of_the_database_lacks(
+    world: World, postgres_server: Any
+) -> None:
+    with closing(psycopg.connect(postgres_server.admin_url, autocommit=True)) as admin:
+        admin.execute(
+            "CREATE DATABASE in_latin1 OWNER txbroker ENCODING 'LATIN1' LOCALE 'C' "
+            "TEMPLATE template0"
+        )
+    shop = Shop(Postgres(postgres_server.url("in_latin1"), create_tables=True))
+    booking = Booking(shop, **{"1": ValueError("preis 5 €")})
+    headers = (("größe €", "€".encode()),)
+    world.produce("a=1", "b=2", headers=headers)
+    options = {"on_failure": "skip", "local_attempts_max": 1, **shop.options}
+    with closing(shop):
+        async with world.running(booking, **options) as consumer:
+            await shop.has("2")
+            await until(lambda: shop.aside("dead") == ["1"])
+            assert counted(consumer, "left_out") == 0
+        (kept,) = shop.transact(shop.kept.list(["dead"]))
+        assert "preis 5 \\u20ac" in kept.failed.cause
+        assert kept.record.headers == headers
+
+
+@contextmanager
+def packets_of(size: int, server: Any) -> Iterator[None]:
+    """Let new connections to a MariaDB take packets of this size."""
+    where = {"host": "127.0.0.1", "port": server.port, "user": "root", "autocommit": True}
+    with closing(pymysql.connect(**where)) as admin, admin.cursor() as cursor:
+        cursor.execute("SET @before = @@GLOBAL.max_allowed_packet")
+        cursor.execute(f"SET GLOBAL max_allowed_packet = {size}")
+        try:
+            yield
+        finally:
+            cursor.execute("SET GLOBAL max_allowed_packet = @before")
+
+
+@pytest.mark.parametrize("shop", ["mariadb_server repeatable read"], indirect=True)
+@pytest.mark.parametrize("on_failure", ["skip", "retry", "aside"])
+@pytest.mark.parametrize("size", [700_000, 20_000_000])
+async def test_message_that_is_larger_than_the_database_takes(
+    world: World, shop: Shop, mariadb_server: Any, on_failure: str, size: int
+) -> None:
+    """Its row lacks the value, which is read in its first place once the row is handled again."""
+    large = "x" * size
+    failing = True
+
+    def handle(message: ReceivedMessage, connection: Any) -> None:
+        if text(message) == large and failing:
+            raise ValueError("bug")
+        value = str(len(text(message)))
+        execute(connection, "mariadb", "INSERT INTO results (value) VALUES (?)", value)
+
+    world.kafka.set_message_bytes_max("orders", 2 * size)
+    world.produce(f"a={large}", "b=22", headers=(("h", b"1"),))
+    order = "none" if on_failure == "retry" else "key"
+    options = {"on_failure": on_failure, "local_attempts_max": 1, "order": order, **shop.options}
+    state = "aside" if on_failure == "aside" else "dead"
+    with packets_of(256 << 10, mariadb_server):
+        async with world.running(handle, **options) as consumer:
+            await shop.has("2")
+            await until(lambda: counted(consumer, "left_out") == 1)
+            await shop.reaches(2)
+            (kept,) = shop.transact(shop.kept.list([state]))
+            assert kept.failed.left_out == LeftOut("value", len(large))
+            assert (kept.record.key, kept.record.value) == (b"a", None)
+            assert kept.record.headers == (("h", b"1"),)
+            failing = False
+            if state == "aside":
+                shop.transact(shop.kept.release(PLACE, b"a", "checked"))
+            else:
+                shop.transact(shop.kept.retry(kept.failed.source, "checked"))
+            await shop.has("2", str(len(large)))
+
+
+async def test_original_of_a_smaller_row_was_deleted(world: World, shop: Shop) -> None:
+    """Sent back, it is a dead letter again."""
+    shop.claim()
+    source = Source("orders", 0, 0)
+    failed = Failed(source, 1, left_out=LeftOut("value", 5))
+    shop.transact(shop.kept.keep(Kept("retry", failed, Record(b"a", None))))
+    world.produce("a=1")
+    booking = Booking(shop)
+    async with world.running(booking, order="none", **shop.options):
+        await until(lambda: shop.transact(shop.kept.list(["dead"])))
+        await shop.has("1")
+    (kept,) = shop.transact(shop.kept.list(["dead"]))
+    assert kept.failed.left_out == failed.left_out

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import zlib
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -624,9 +625,12 @@ def position(offset: int, metadata: str) -> Position:
     if not metadata:
         return offset, []
     name, _token, _topic, _aside, encoded, *_later = metadata.split(":")
-    if name != "txb1":
+    if name not in ("txb1", "txb2"):
         raise ValueError(metadata)
-    return offset, _ranges(offset, _numbers(encoded))
+    data = base64.urlsafe_b64decode(encoded)
+    if data and name == "txb2":
+        data = zlib.decompress(data)
+    return offset, _ranges(offset, _numbers(data))
 
 
 def later_position(offset: int, metadata: str) -> Position | None:
@@ -634,13 +638,17 @@ def later_position(offset: int, metadata: str) -> Position | None:
     parts = metadata.split(":")
     if len(parts) < 6 or not parts[5]:  # what follows are starts without progress
         return None
-    before, *numbers = _numbers(parts[5])
-    return offset - before, _ranges(offset - before, numbers)
+    data = base64.urlsafe_b64decode(parts[5])
+    length = next(at for at, byte in enumerate(data, 1) if byte < 128)
+    (before,), rest = _numbers(data[:length]), data[length:]
+    if rest and parts[0] == "txb2":
+        rest = zlib.decompress(rest)
+    return offset - before, _ranges(offset - before, _numbers(rest))
 
 
-def _numbers(encoded: str) -> list[int]:
+def _numbers(data: bytes) -> list[int]:
     numbers, number, shift = [], 0, 0
-    for byte in base64.urlsafe_b64decode(encoded):
+    for byte in data:
         number |= (byte & 127) << shift
         shift += 7
         if byte < 128:

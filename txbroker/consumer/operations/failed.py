@@ -148,5 +148,6 @@ class InTable:
 
 def _dead_letter(row: Kept, values: bool) -> DeadLetter:
     size = None if row.record.value is None else len(row.record.value)
+    size = row.failed.left_out.size if row.failed.left_out is not None else size
     message = row.record if values else structs.replace(row.record, value=None)
     return DeadLetter(row.failed.source, message, row.failed, size)

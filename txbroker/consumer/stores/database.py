@@ -11,10 +11,12 @@ from txbroker.consumer.stores.results import DatabaseResults
 from txbroker.core.consuming.copies import GroupTopics, read_copy
 from txbroker.core.consuming.position import Metadata, Position, decode_metadata, encode_metadata
 from txbroker.databases.database import Database, check_database
+from txbroker.databases.dialect import Fault
 from txbroker.databases.kept import DEAD, RETRY, SET_ASIDE, UNPUBLISHED, Kept, KeptTable
 from txbroker.databases.positions import PositionTable
 from txbroker.databases.steps import Steps
-from txbroker.door.consuming import Copy, Partition, StoredOffset
+from txbroker.door.consuming import Copy, CopyRefused, Partition, StoredOffset
+from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError
 
 CONNECTIONS_MAX = 4
@@ -125,9 +127,10 @@ class OpenDatabase:
         """Store positions and failed messages, see `Store.commit`."""
         first = self._claimed.intersection(offsets)
         rows = {place: self._replaced(place, offsets[place]) for place in offsets}
-        kept: dict[Partition, list[Kept]] = {}
-        for each in map(self._kept, copies):
-            kept.setdefault(each.failed.source[:2], []).append(each)
+        kept: dict[Partition, list[tuple[Copy, Kept]]] = {}
+        for copy in copies:
+            each = self._kept(copy)
+            kept.setdefault(each.failed.source[:2], []).append((copy, each))
 
         changed = [
             place
@@ -137,7 +140,7 @@ class OpenDatabase:
         if not changed:
             return ()
 
-        def steps() -> Steps[list[Partition]]:
+        def steps(*, in_ascii: bool = False) -> Steps[list[Partition]]:
             fenced = []
             for place in changed:
                 low, text = offsets[place]
@@ -149,12 +152,22 @@ class OpenDatabase:
                 )
                 if not saved:
                     fenced.append(place)
-                for each in kept.get(place, ()) if saved else ():
-                    yield from self.kept.keep(each)
+                for copy, each in kept.get(place, ()) if saved else ():
+                    try:
+                        yield from self.kept.keep(each, in_ascii=in_ascii)
+                    except Exception as error:
+                        if database.dialect.fault(error) is not Fault.OTHER:
+                            raise
+                        why = f"{database.name}: {safe_repr(error)}"
+                        raise CopyRefused(why, [copy], too_large=True) from error
             return fenced
 
+        database = self.connections.database
         try:
-            fenced = await self.connections.transaction(steps)
+            try:
+                fenced = await self.connections.transaction(steps)
+            except CopyRefused:  # for its encoding, or for its size
+                fenced = await self.connections.transaction(lambda: steps(in_ascii=True))
         except BaseException:
             for place, offsets_ in rows.items():
                 self._rows[place] = offsets_ + self._rows.get(place, [])

@@ -11,8 +11,9 @@ from operator import itemgetter
 from typing import TypeVar
 
 import structlog
+from msgspec import structs
 
-from txbroker.consumer.asides import Parts, ReleasedKeys, messages_of
+from txbroker.consumer.asides import OriginalMissing, Parts, ReleasedKeys, messages_of, original
 from txbroker.consumer.committer import Committer
 from txbroker.consumer.engine import Engine
 from txbroker.consumer.message import ReceivedMessage
@@ -21,7 +22,7 @@ from txbroker.consumer.stores.database import OpenDatabase
 from txbroker.core.consuming.aside import AsideKey, AsideKeys
 from txbroker.core.consuming.copies import Source, spread
 from txbroker.core.records import Record
-from txbroker.databases.kept import RELEASED, RETRY, SET_ASIDE, UNPUBLISHED, Kept
+from txbroker.databases.kept import DEAD, RELEASED, RETRY, SET_ASIDE, UNPUBLISHED, Kept
 from txbroker.databases.steps import Steps
 from txbroker.door.consuming import ConsumingDoor, Copy, Partition
 from txbroker.error_text import safe_repr
@@ -191,14 +192,38 @@ class TableAsides:
             source = kept.failed.source
             mine = by_place.get(source[:2])
             if mine is not None and source.offset not in mine.taken and source not in unstored:
+                try:
+                    copy = await self._whole(kept)
+                except OriginalMissing as error:
+                    log.error("message not read", source=str(source), error=safe_repr(error))
+                    await self._bury(kept)
+                    continue
+                if self._retried.get(mine.parent) is not mine:
+                    continue  # lost meanwhile
                 mine.taken.add(source.offset)
-                messages = messages_of(mine, [kept.copy], None)
+                messages = messages_of(mine, [copy], None)
                 mine.bytes += sum(message.size for message in messages)
                 self._engine.admit(mine, messages)
 
     async def _due(self, state: str, topic: str, numbers: Sequence[int], count: int) -> list[Kept]:
         now_ms = round(time.time() * 1000)
         return await self._do(lambda: self._store.kept.due(state, topic, numbers, now_ms, count))
+
+    async def _whole(self, kept: Kept) -> Record:
+        """Return the copy of a message, whose row may lack a part of it.
+
+        Raises:
+            OriginalMissing
+            KafkaUnavailable
+        """
+        if kept.failed.left_out is None:
+            return kept.copy
+        message = await original(self._door, kept.record, kept.failed)
+        failed = structs.replace(kept.failed, left_out=None)
+        return Kept(kept.state, failed, message).copy
+
+    async def _bury(self, kept: Kept) -> None:
+        await self._do(lambda: self._store.kept.keep(structs.replace(kept, state=DEAD)))
 
     async def _find_released(self, topic: str, numbers: Sequence[int]) -> None:
         for number in await self._do(lambda: self._store.kept.released(topic, numbers)):
@@ -240,7 +265,7 @@ class TableAsides:
         if not rows and entry.count == count:
             del work.aside.keys[key]  # a message that was read again is counted twice
         unstored = self._committer.copies.messages
-        return [kept.copy for kept in rows if kept.failed.source not in unstored]
+        return [await self._whole(kept) for kept in rows if kept.failed.source not in unstored]
 
     def _stores(self, work: Work, key: bytes | int) -> bool:
         """Return whether messages of a key wait to be stored."""

@@ -129,10 +129,15 @@ def make_copy(record: Record, failed: Failed) -> Record:
     ]
     if failed.stage:
         headers.append((STAGE_HEADER, b"%d" % failed.stage))
-    if failed.left_out:
-        text = f"{failed.left_out.size} bytes: {failed.left_out.parts}"
-        headers.append((LEFT_OUT_HEADER, text.encode()))
-    return Record(record.key, record.value, (*headers, *record.headers))
+    return Record(record.key, record.value, (*headers, *headers_of(record, failed)))
+
+
+def headers_of(record: Record, failed: Failed) -> tuple[Header, ...]:
+    """Return the headers of a message, after the one of what its copy lacks."""
+    if failed.left_out is None:
+        return tuple(record.headers)
+    text = f"{failed.left_out.size} bytes: {failed.left_out.parts}"
+    return ((LEFT_OUT_HEADER, text.encode()), *record.headers)
 
 
 def read_copy(record: Record) -> tuple[Record, Failed] | None:
@@ -155,16 +160,18 @@ def read_copy(record: Record) -> tuple[Record, Failed] | None:
     rest, stage = tuple(record.headers[len(_COPY_HEADERS) :]), 0
     if rest and rest[0][0] == STAGE_HEADER:
         stage, rest = max(0, _number(rest[0][1] or b"") or 0), rest[1:]
-    left_out = None
-    if rest and rest[0][0] == LEFT_OUT_HEADER:
-        left_out, rest = _left_out(rest[0][1] or b""), rest[1:]
+    left_out, rest = read_left_out(rest)
     message = structs.replace(record, headers=rest, timestamp_ms=timestamp_ms)
     return message, Failed(place, attempts, due_ms, cause, step, stage, left_out)
 
 
-def _left_out(value: bytes) -> LeftOut:
-    size, _bytes, parts = value.decode(errors="replace").partition(" bytes: ")
-    return LeftOut(parts or "value", int(size) if size.isdecimal() else 0)
+def read_left_out(headers: tuple[Header, ...]) -> tuple[LeftOut | None, tuple[Header, ...]]:
+    """Return what `headers_of` wrote: what the copy lacks, and the headers of the message."""
+    if not headers or headers[0][0] != LEFT_OUT_HEADER:
+        return None, headers
+    text = (headers[0][1] or b"").decode(errors="replace")
+    size, _bytes, parts = text.partition(" bytes: ")
+    return LeftOut(parts or "value", int(size) if size.isdecimal() else 0), headers[1:]
 
 
 def smaller(copy: Record, *, keyed: bool) -> Record | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from bisect import bisect_right
 from collections import deque
@@ -22,9 +23,14 @@ METADATA_LENGTH_MAX = 4096
 """Kafka's default limit of an offset's metadata (`offset.metadata.max.bytes`)."""
 
 _NAME = "txb"
-_FORMAT = f"{_NAME}1"
+_FORMAT, _DENSE = f"{_NAME}1", f"{_NAME}2"
+"""The second one has compressed ranges, where those of the first do not fit."""
+_COMPRESSED_MAX = 1 << 14
+"""Ranges, so that it takes milliseconds."""
+_INFLATED_MAX = 1 << 20
+"""Bytes."""
 _FIELDS = re.compile(
-    rf"{_FORMAT}:([0-9]{{1,18}}):([0-9a-f]*):([0-9]{{1,9}}):([A-Za-z0-9_=-]*)"
+    rf"({_FORMAT}|{_DENSE}):([0-9]{{1,18}}):([0-9a-f]*):([0-9]{{1,9}}):([A-Za-z0-9_=-]*)"
     r"(?::([A-Za-z0-9_=-]*)(?::([0-9.]+))?)?"
 )
 _STARTS = re.compile(r"([0-9]{1,9})(?:\.([0-9]{1,18})\.([0-9]{1,9}))?")
@@ -238,25 +244,42 @@ def encode_metadata(
 ) -> tuple[str, int]:
     """Return the metadata of an offset as text of at most `length_max` characters.
 
-    The ranges are base64 of varints: from each end to the next first offset, and the length.
+    The ranges are base64 of varints: from each end to the next first offset, and the length. If
+    they do not fit, they are compressed, in a format that older versions refuse.
 
     Returns:
         The text, and the number of done offsets in the ranges that do not fit. Ranges of later
         stages that do not fit are left out and not counted.
     """
-    head = f"{_FORMAT}:{metadata.token}:{metadata.topic_id}:{metadata.aside}:"
+    text, left_out = _encode(_FORMAT, offset, metadata, length_max)
+    return _encode(_DENSE, offset, metadata, length_max) if left_out else (text, left_out)
+
+
+def _encode(format_: str, offset: int, metadata: Metadata, length_max: int) -> tuple[str, int]:
+    head = f"{format_}:{metadata.token}:{metadata.topic_id}:{metadata.aside}:"
     later = metadata.later
     low = b"" if later is None else _varint(offset - later.low)
+    encode = _encode_ranges if format_ == _FORMAT else _compress_ranges
     tail = f":{metadata.starts}" if metadata.starts.count else ""
     room = (length_max - len(head) - len(tail) - len(_base64(low)) - 1) // 4 * 3
-    data, left_out = _encode_ranges(offset, metadata.ranges, room)
+    data, left_out = encode(offset, metadata.ranges, room)
     text = head + _base64(data)
     if later is not None:
-        data, _left_out = _encode_ranges(later.low, later.ranges, room - len(data) - 3)
+        data, _left_out = encode(later.low, later.ranges, room - len(data) - 3)
         text += f":{_base64(low + data)}"
     elif tail:
         text += ":"
     return text + tail, left_out
+
+
+def _compress_ranges(end: int, ranges: Ranges, room: int) -> tuple[bytes, int]:
+    count = min(len(ranges), _COMPRESSED_MAX)
+    while count:
+        data = zlib.compress(_encode_ranges(end, ranges[:count], _INFLATED_MAX)[0])
+        if len(data) <= room:
+            return data, sum(last - first for first, last in ranges[count:])
+        count = min(count - 1, count * max(0, room) // len(data))
+    return b"", sum(last - first for first, last in ranges)
 
 
 def _encode_ranges(end: int, ranges: Ranges, room: int) -> tuple[bytes, int]:
@@ -286,25 +309,34 @@ def decode_metadata(offset: int, text: str) -> Metadata | None:
     match = _FIELDS.fullmatch(text)
     if match is None:
         raise ForeignMetadata(text)
-    token, topic_id, aside, encoded, encoded_later, starts = match.groups()
+    format_, token, topic_id, aside, encoded, encoded_later, starts = match.groups()
     try:
-        ranges = _decode_ranges(offset, list(_numbers(urlsafe_b64decode(encoded))))
+        ranges = _decode_ranges(offset, urlsafe_b64decode(encoded), format_)
         later = None
         if encoded_later or (encoded_later is not None and starts is None):
-            before, *numbers = _numbers(urlsafe_b64decode(encoded_later))
-            later = Later(offset - before, _decode_ranges(offset - before, numbers))
+            data = urlsafe_b64decode(encoded_later)
+            length = next((at for at, byte in enumerate(data, 1) if byte < 0x80), 1)
+            (before,) = _numbers(data[:length])
+            low = offset - before
+            later = Later(low, _decode_ranges(low, data[length:], format_))
         begun = Starts.parse(starts) if starts is not None else NO_STARTS
-    except ValueError:
+    except (ValueError, zlib.error):
         raise ForeignMetadata(text) from None
     return Metadata(int(token), topic_id, int(aside), ranges, later, begun)
 
 
-def _decode_ranges(at: int, numbers: Sequence[int]) -> Ranges:
+def _decode_ranges(at: int, data: bytes, format_: str) -> Ranges:
     """Return ranges after an offset.
 
     Raises:
-        ValueError: these are not the numbers of ranges.
+        ValueError, zlib.error: these are no ranges.
     """
+    if data and format_ == _DENSE:
+        inflating = zlib.decompressobj()
+        data = inflating.decompress(data, _INFLATED_MAX)
+        if not inflating.eof:
+            raise ValueError("the ranges are cut, or too many")
+    numbers = list(_numbers(data))
     if len(numbers) % 2 or 0 in numbers:
         raise ValueError("ranges are neither empty nor adjacent")
     ranges = []
@@ -316,7 +348,9 @@ def _decode_ranges(at: int, numbers: Sequence[int]) -> Ranges:
 
 def is_newer_metadata(text: str) -> bool:
     """Return whether a newer version of txbroker wrote these metadata."""
-    return re.match(rf"{_NAME}\d+:", text) is not None and not text.startswith(f"{_FORMAT}:")
+    return re.match(rf"{_NAME}\d+:", text) is not None and not text.startswith(
+        (f"{_FORMAT}:", f"{_DENSE}:")
+    )
 
 
 def _varint(number: int) -> bytes:

@@ -15,8 +15,16 @@ _ATTRIBUTES = {
     "aiosqlite": ("row_factory", "text_factory", "isolation_level"),
     "psycopg": ("row_factory", "cursor_factory", "server_cursor_factory", "prepare_threshold"),
     "psycopg2": ("cursor_factory",),
-    "pymysql": ("cursorclass", "db", "charset", "collation", "encoding", "autocommit_mode"),
+    "pymysql": (
+        *("cursorclass", "db", "charset", "collation", "encoding", "autocommit_mode"),
+        *("use_unicode", "encoders", "decoders"),
+    ),
 }
+_CONTAINERS = {
+    "psycopg": ("_notice_handlers", "_notify_handlers"),
+    "pymysql": ("encoders", "decoders"),
+}
+"""Attributes whose content changes."""
 
 
 class Restorer:
@@ -38,6 +46,8 @@ class Restorer:
             for name in _ATTRIBUTES.get(driver, ())
             if hasattr(connection, name)
         }
+        containers = [getattr(connection, name, {}) for name in _CONTAINERS.get(driver, ())]
+        self._containers = [(each, each.copy()) for each in containers]
 
     def opened(self) -> Steps[None]:
         """Take note of the state that is to be restored."""
@@ -65,6 +75,10 @@ class Restorer:
         for name, value in self._attributes.items():
             if getattr(self._connection, name) is not value:
                 setattr(self._connection, name, value)
+        for found, before in self._containers:
+            if found != before:
+                found.clear()
+                (found.update if isinstance(found, dict) else found.extend)(before)
 
 
 def restorer(connection: Any, driver: str) -> Restorer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from txbroker.databases.restoring import Restorer
 from txbroker.databases.steps import Query, Steps
@@ -26,6 +27,14 @@ class PostgresRestorer(Restorer):
 
     _restore = ""
 
+    def __init__(self, connection: Any, driver: str) -> None:
+        super().__init__(connection, driver)
+        self._adapters: Any = None
+        if driver == "psycopg":
+            from psycopg.adapt import AdaptersMap
+
+            self._adapters = AdaptersMap(connection.adapters)
+
     def opened(self) -> Steps[None]:
         """See `Restorer.opened`; settings that an engine's `connect` event made are restored."""
         settings = (yield _SETTINGS).rows
@@ -38,6 +47,8 @@ class PostgresRestorer(Restorer):
     def ended(self, sql: str) -> Steps[bool]:
         """See `Restorer.ended`."""
         self._restore_attributes()
+        if self._adapters is not None:  # a copy costs less than to compare them
+            self._connection._adapters = type(self._adapters)(self._adapters)
         result = yield Query(f"{sql}; {self._restore}" if sql else self._restore)
         if not result.rows:  # of several statements asyncpg returns no row
             result = yield Query(f"SELECT {_PREPARED}")
