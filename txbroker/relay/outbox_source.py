@@ -270,14 +270,14 @@ class OutboxSource:
         Raises:
             ConfigurationError
         """
-        newest, drawn = await self._thread.read(self._rows.drawn)
+        newest, drawn = await self._thread.read(self._rows.restored.drawn)
         if drawn is not None and max(newest, drawn) < delivered:
             raise ConfigurationError(
                 f"the database is older than the last delivery, of row {delivered}: its positions "
                 f"end at {drawn}. It was restored from a backup, or lost its last commits, so rows "
                 f"that wait may be visible already. {_COMPARE}"
             )
-        statement = self._rows.set_drawn(newest)
+        statement = self._rows.restored.set_drawn(newest)
         if drawn is not None and drawn < newest and statement:
             raise ConfigurationError(
                 f"the sequence of positions is at {drawn}, behind row {newest} of the outbox, "
@@ -287,9 +287,9 @@ class OutboxSource:
 
     async def _reorder(self) -> None:
         """Let rows of another PostgreSQL cluster come before all new ones."""
-        if not await self._thread.read(self._rows.has_foreign):
+        if not await self._thread.read(self._rows.restored.has_foreign):
             return
-        count, self._search_s = await self._change(self._rows.reorder), 0.0
+        count, self._search_s = await self._change(self._rows.restored.reorder), 0.0
         if count:
             log.warning("rows of another PostgreSQL cluster are put before new ones", count=count)
 

@@ -17,7 +17,8 @@ from msgspec import Struct
 
 from txbroker.databases.dialect import MARIADB, POSTGRESQL, SQLITE, Dialect
 from txbroker.databases.outbox.operations import readable
-from txbroker.databases.outbox.table import CLUSTER, MAYBE_UNDECIDED, OUTBOX, RELAY, SEQUENCE
+from txbroker.databases.outbox.restored import RestoredRows
+from txbroker.databases.outbox.table import OUTBOX
 from txbroker.databases.steps import Query, Steps
 
 _PIECE = 2000
@@ -34,8 +35,6 @@ _UNFINISHED = (
 )
 _BEHIND = "an earlier row of its order or unit waits"
 """The cause of a row that Kafka has not refused."""
-_NEXT_UNIT = "lpad(CAST(pg_snapshot_xmax(pg_current_snapshot()) AS text), 20, '0')"
-"""Above the units of all transactions that this PostgreSQL cluster has begun."""
 _OLDEST_UNIT = "lpad(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS text), 20, '0')"
 """The unit of the oldest transaction that has not ended."""
 _LOCKED_MS = 5000
@@ -143,59 +142,16 @@ class WaitingRows:
     Args:
         shards: their numbers; empty: all rows.
         keep: whether delivered rows stay until `purge`.
+
+    Attributes:
+        restored: the same rows, before a relay works on them.
     """
 
     def __init__(self, dialect: Dialect, shards: Sequence[int] = (), *, keep: bool = True) -> None:
         self._dialect = dialect
         self._keep = keep
-        self._in_relay = f"shard = {min(shards, default=0)}"
         self._of_shards = f" AND shard IN ({', '.join(map(str, shards))})" if shards else ""
-
-    # --- restored tables -----------------------------------------------------------------------
-
-    def drawn(self) -> Steps[tuple[int, int | None]]:
-        """Return the position of the newest row, 0 without one, and the last position that was
-        drawn; None: this user may not see it."""
-        newest = yield Query(f"SELECT MAX(position) FROM {OUTBOX}")
-        # Read later: it includes every row that the first statement has seen.
-        drawn = yield Query(self._dialect.drawn.format(table=OUTBOX, sequence=SEQUENCE))
-        last = drawn.rows[0][0]
-        return int(newest.rows[0][0] or 0), None if last is None else int(last)
-
-    def set_drawn(self, position: int) -> str:
-        """Return SQL that lets the next position be above one; "": no database needs it."""
-        dialect = self._dialect
-        return dialect.set_drawn.format(table=OUTBOX, sequence=SEQUENCE, position=position)
-
-    def has_foreign(self) -> Steps[bool]:
-        """Return whether units may be those of another PostgreSQL cluster, which have no order with
-        new ones: the tables were restored there, or rows replicated or copied."""
-        if self._dialect is not POSTGRESQL:  # elsewhere the sequence comes with the table
-            return False
-        foreign = f"unit >= {_NEXT_UNIT} AND unit < ':'"
-        looks = (
-            f"{OUTBOX} WHERE {_READY}{self._of_shards} AND {foreign}",
-            f"{OUTBOX} WHERE {MAYBE_UNDECIDED} AND {foreign}",
-            f"{RELAY} WHERE {self._in_relay} AND cluster <> {CLUSTER}",
-        )
-        exist = " OR ".join(f"EXISTS (SELECT 1 FROM {each})" for each in looks)
-        return bool((yield Query(f"SELECT {exist}")).rows[0][0])
-
-    def reorder(self) -> Steps[int]:
-        """Put the rows that wait before all new ones, in the order of their positions; return their
-        number. No unit is split."""
-        count = 0
-        # Of undecided rows all at once: they are decided together in all shards.
-        for condition in (f"state = 'LOCAL_COMMIT'{self._of_shards}", MAYBE_UNDECIDED):
-            changed = yield Query(
-                f"UPDATE {OUTBOX} AS kept SET unit = '!' || lpad(CAST(begin AS text), 20, '0') "
-                f"FROM (SELECT unit AS of_unit, MIN(position) AS begin FROM {OUTBOX} "
-                f"WHERE {condition} GROUP BY unit) AS units "
-                f"WHERE unit = of_unit AND {condition} AND left(unit, 1) BETWEEN '0' AND '9'"
-            )
-            count += changed.count
-        yield Query(f"UPDATE {RELAY} SET cluster = {CLUSTER} WHERE {self._in_relay}")
-        return count
+        self.restored = RestoredRows(dialect, min(shards, default=0), self._of_shards)
 
     # --- rows to be sent -----------------------------------------------------------------------
 
