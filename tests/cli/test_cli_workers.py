@@ -426,11 +426,11 @@ async def test_worker_that_does_not_stop_is_killed(
         "sys.stdin.readline()\n"
         "if config['worker'] == 2: time.sleep(1000)\n",
     )
-    before = set(descendants(os.getpid()))
+    before = set(descendants(os.getpid(), deep=False))
     async with parent() as task:
         # Both lines: a worker whose start is cancelled is killed without an error.
         await until(lambda: "ready\nready\n" in capsys.readouterr().out)
-        below = set(descendants(os.getpid())) - before
+        below = set(descendants(os.getpid(), deep=False)) - before
         assert len(below) == 2
     with pytest.raises(CommandFailed, match="worker 2 did not stop in order: SIGKILL"):
         task.result()
@@ -476,11 +476,11 @@ async def test_starting_worker_has_longer_and_stop_kills_it(
     monkeypatch.setattr(workers, "END_TIMEOUT_S", 1000)
     monkeypatch.setattr(workers, "STACKS_S", 1000)
     behaving(monkeypatch, "signal.signal(signal.SIGUSR1, signal.SIG_IGN); time.sleep(1000)\n")
-    before = set(descendants(os.getpid()))
+    before = set(descendants(os.getpid(), deep=False))
     with capture_logs() as lines:
         async with asyncio.timeout(DEADLINE_S), parent() as task:
             await until(lambda: len(lines) == 2)
-            below = set(descendants(os.getpid())) - before
+            below = set(descendants(os.getpid(), deep=False)) - before
     assert task.cancelled()
     until_gone(list(below))
     assert {line["event"] for line in lines} == {"worker hangs"}

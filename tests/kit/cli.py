@@ -93,14 +93,14 @@ class Dev:
         return self.process.returncode, out.decode()
 
 
-def descendants(pid: int) -> list[int]:
-    """The children of a process and theirs; those that end meanwhile are left out."""
+def descendants(pid: int, *, deep: bool = True) -> list[int]:
+    """The children of a process and, if `deep`, theirs; those that end meanwhile are left out."""
     found: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for thread in list(Path(f"/proc/{pid}/task").iterdir()):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 for child in map(int, (thread / "children").read_text().split()):
-                    found += [child, *descendants(child)]
+                    found += [child, *(descendants(child) if deep else ())]
     return found
 
 
