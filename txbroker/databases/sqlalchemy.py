@@ -224,6 +224,7 @@ class EngineSession:
         """Restore what a handler changed, with one more statement: SQLAlchemy's COMMIT takes
         none along."""
         if self._restorer is not None and not self.reusable:
+            # No public method takes an option away.
             self.connection._execution_options = self._options  # type: ignore[assignment]
             with suppress(Exception):
                 self.reusable = run(self._restorer.ended(""), self._execute_on_driver)

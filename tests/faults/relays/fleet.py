@@ -12,6 +12,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -357,7 +358,7 @@ class Fleet(Processes):
     # --- a database that was put back --------------------------------------------------------
 
     async def _restore(self, *, later: bool) -> None:
-        """Put the server back to an earlier moment. What was delivered last is no more, and its
+        """Put the server back to an earlier moment. The last deliveries are undone, and their
         places in the log or table are free, or with `later` taken by other transactions. The relays
         must stop; then an operator follows the pages."""
         server, shop = self.server, self.shop
@@ -454,8 +455,7 @@ class Fleet(Processes):
             await asyncio.to_thread(self.shop.run, f"INSERT INTO parts VALUES ({n}8, 0)")
             if accepted:
                 with contextlib.suppress(AssertionError):
-                    await until(lambda: self._accepted() > counted, REFUSED_S)  # noqa: B023
-                if self._accepted() > counted:
+                    await until(partial(self._has_accepted, counted), REFUSED_S)
                     self._unshown |= unshown
                 await self._caught_up(SETTLE_S)
                 continue
@@ -476,6 +476,9 @@ class Fleet(Processes):
     def _accepted(self) -> int:
         """Return how many changes the capture has reported that its log does not show."""
         return sum(each.log.read_text().count(ACCEPTED) for each in self.instances)
+
+    def _has_accepted(self, before: int) -> bool:
+        return self._accepted() > before
 
     async def _go_on(self, text: str) -> None:
         """Go on as an operator does who has filled in what a sentence of a capture names."""

@@ -375,15 +375,14 @@ class WaitingRows:
 
     def held(self, put_off: Collection[Group] = ()) -> Steps[Held]:
         """Return the rows that are held, also those put off."""
-        among, units = _among(put_off)
         select = "SELECT order_key, message_key, {}, COUNT(*) FROM {} WHERE {} GROUP BY 1, 2".format
         later = select("MAX(next_at)", OUTBOX, f"{_LATER}{self._of_shards}")
-        locked = select(
-            f"{self._dialect.now_ms} + {_LOCKED_MS}",
-            OUTBOX,
-            f"{_READY}{self._of_shards} AND {among}",
-        )
-        found = [*(yield Query(later)).rows, *(yield Query(locked, units)).rows]
+        found = list((yield Query(later)).rows)
+        if put_off:
+            among, units = _among(put_off)
+            until = f"{self._dialect.now_ms} + {_LOCKED_MS}"
+            locked = select(until, OUTBOX, f"{_READY}{self._of_shards} AND {among}")
+            found += (yield Query(locked, units)).rows
         keys: dict[str | bytes, int] = {}
         for order_key, message_key, until_ms, _count in found:
             key = message_key if order_key is None else order_key
