@@ -24,6 +24,7 @@ from txbroker.relay.capture.changes import (
     TransactionInfo,
     Unshown,
 )
+from txbroker.relay.capture.envelope import identified
 from txbroker.relay.capture.pg import facts as pgfacts
 from txbroker.relay.capture.postgres import PostgresSource
 from txbroker.relay.capture.setup import StepState, refusals
@@ -52,9 +53,8 @@ class Recorder:
     ) -> Sequence[Message]:
         """Return one message."""
         topic = change.table if isinstance(change, Change) else "emitted"
-        record_id = f"{transaction.id}/{number}".encode()
         value = msgspec.json.encode(change)
-        return [Message(topic, value=value, headers=((ID_HEADER, record_id),))]
+        return [Message(topic, value=value, headers=((ID_HEADER, identified(transaction, number)),))]
 
 
 @dataclass

@@ -58,8 +58,8 @@ async def test_transactions_are_whole_and_in_the_order_of_commits(maria: MariaWo
         ("delete", 2, None),
         ("truncate", None, None),
     ]
-    gtids = [each.partition("/")[0] for each in taken.ids]
-    assert gtids[1] == gtids[2]
+    places = [each.partition("/")[0] for each in taken.ids]
+    assert places[1] == places[2]
     assert len(set(taken.ids)) == 7
     assert taken.values[2]["before"] == {"id": 1, "item": "early"}
     assert taken.values[0]["source"] == {
@@ -67,7 +67,7 @@ async def test_transactions_are_whole_and_in_the_order_of_commits(maria: MariaWo
         "capture": maria.name,
         "schema": maria.database,
         "table": "orders",
-        "transaction": gtids[0],
+        "transaction": places[0].partition("@")[0],
         "number": 0,
     }
 

@@ -154,8 +154,10 @@ def test_tables_that_are_not_wanted_are_not_decoded() -> None:
     made = decoder()
     made.decode(relation(("id", INT), oid=OTHER_OID, table="other"))
     assert made.decode(change(b"I", b"rubbish", oid=OTHER_OID)) is None
+    assert made.partitions == {OTHER_OID: OF_ORDERS}
     truncate = b"T" + struct.pack(">IBII", 2, 0, OTHER_OID, OID)
     assert made.decode(truncate) == (Change(*OF_ORDERS, "truncate"),)
+    assert made.partitions == {}
 
 
 def test_a_table_that_is_described_again_has_other_columns() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 from collections.abc import Sequence
 from contextlib import closing
@@ -22,6 +21,7 @@ from txbroker.relay.capture import postgres_setup
 from txbroker.relay.capture.changes import CapturedTable
 from txbroker.relay.capture.pg import facts as pgfacts
 from txbroker.relay.capture.pg import position as pgposition
+from txbroker.relay.capture.postgres import PostgresSource
 from txbroker.relay.capture.setup import Gap, StepState, refusals
 
 DEFAULT = ("insert", "update", "delete")
@@ -285,23 +285,75 @@ async def test_an_altered_table_is_checked_at_once(pg: PgWorld) -> None:
         await read_until(source, 3)
 
 
-async def test_a_partition_that_came_and_went_while_it_runs_stops_it(pg: PgWorld) -> None:
-    """Its first row also is the first of its table in the stream."""
+ADD_PART = (
+    "CREATE TABLE parted_4 PARTITION OF parted FOR VALUES FROM (20) TO (30)",
+    "INSERT INTO parted VALUES (21, 'c')",
+)
+DROP_PART = ("DROP TABLE parted_4", "INSERT INTO parted VALUES (2, 'd')")
+
+
+@pytest.mark.parametrize(
+    "when", ["after a check", "before a check", "before a start", "before a second start"]
+)
+async def test_a_partition_that_came_and_went_stops_it(pg: PgWorld, when: str) -> None:
+    """Its first row also is the first of its table in the stream, which shows it: a check may be
+    too late."""
     pg.execute(*SETUP)
     pg.mapping.tables = (PARTED,)
     source = await pg.started()
-    pg.execute(
-        "CREATE TABLE parted_4 PARTITION OF parted FOR VALUES FROM (20) TO (30)",
-        "INSERT INTO parted VALUES (21, 'c')",
-    )
-    await read_until(source, 1)
-    known = source._catalog
-    with contextlib.suppress(AssertionError):
-        await until(lambda: source._catalog is not known, 3)
-    pg.execute("DROP TABLE parted_4", "INSERT INTO parted VALUES (2, 'd')")
+    pg.execute("INSERT INTO orders VALUES (7, 'moves the position')")
+    position = (await read(source, empty=True)).position
+    if when == "after a check":
+        pg.execute(*ADD_PART)
+        await read_until(source, 1)
+        await checked(source)
+        pg.execute(*DROP_PART)
+    elif when == "before a check":
+        pg.execute(*ADD_PART, *DROP_PART)
+    else:
+        if when == "before a second start":
+            pg.execute(*ADD_PART)
+            position = (await read_until(source, 1)).position
+        await source.close()
+        pg.execute(*(ADD_PART if when == "before a start" else ()), *DROP_PART)
     with pytest.raises(ConfigurationError, match="1 of its partitions were dropped"):
+        if "start" in when:
+            source = await pg.source(position)
         async with asyncio.timeout(20):
             await read_until(source, 9)
+
+
+async def checked(source: PostgresSource) -> None:
+    """Wait until a check that begins now has compared the catalogs."""
+    known = source._catalog
+
+    def compared() -> bool:
+        if not source._altered.done():
+            source._altered.set_result(None)
+        return source._catalog is not known
+
+    await until(compared)
+
+
+async def test_a_partition_that_is_not_visible_yet_does_not_stop_it(pg: PgWorld) -> None:
+    """Its commit waits for a standby that never answers; the stream has it."""
+    pg.execute(*SETUP)
+    pg.mapping.tables = (PARTED,)
+    source = await pg.started()
+    waits, reload = "ALTER SYSTEM SET synchronous_standby_names = '{}'", "SELECT pg_reload_conf()"
+    pg.admin(waits.format("nobody"), reload)
+    adding = asyncio.create_task(asyncio.to_thread(pg.execute, "; ".join(ADD_PART)))
+    try:
+        assert changes(await take(source)) == [("insert", 21, "c")]
+        await checked(source)
+        await read(source, empty=True)
+        assert not adding.done()
+    finally:
+        pg.admin(waits.format(""), reload)
+        await adding
+    pg.execute(*DROP_PART)
+    with pytest.raises(ConfigurationError, match="1 of its partitions were dropped"):
+        await read_until(source, 9)
 
 
 async def test_rows_of_a_renamed_table_are_captured(pg: PgWorld) -> None:

@@ -76,9 +76,8 @@ class TransactionInfo(Struct, frozen=True, gc=False):
     """A committed transaction of a database.
 
     Attributes:
-        id: the same at each reading, and different from any other's: the commit LSN
-            (`0/16B3748`), or the GTID. A record's `txb-id` is `id/number`, with the number of the
-            change in the transaction.
+        id: the same at each reading, and different from any other's of this history: the commit
+            LSN (`0/16B3748`), or the GTID.
         time_ms: of the commit, by the database's clock.
         source: facts for the envelope, such as database and transaction id.
     """

@@ -28,13 +28,14 @@ _encode = msgspec.json.Encoder().encode
 _NOTHING: tuple[Message, ...] = ()
 
 
-def identified(transaction: str, number: int, part: int | str = "") -> bytes:
-    """Return the `txb-id` of a record.
+def identified(transaction: TransactionInfo, number: int, part: int | str = "") -> bytes:
+    """Return the `txb-id` of a record. In a database that was restored, another transaction may
+    have the id of one that is lost, at another time.
 
     Args:
         part: distinguishes further records of the same change.
     """
-    return f"{transaction}/{number}/{part}".rstrip("/").encode()
+    return f"{transaction.id}@{transaction.time_ms}/{number}/{part}".rstrip("/").encode()
 
 
 def refused_change(refusal: Refusal, transaction: re.Pattern[str]) -> DeliveryRefused:
@@ -45,8 +46,8 @@ def refused_change(refusal: Refusal, transaction: re.Pattern[str]) -> DeliveryRe
     """
     message, cause = refusal.message, refusal.cause
     record_id = (dict(message.headers).get(ID_HEADER) or b"").decode()
-    found = re.match(rf"{transaction.pattern}/\d+", record_id)
-    change_id = found[0] if found else record_id
+    found = re.match(rf"({transaction.pattern})@\d+(/\d+)", record_id)
+    change_id = found[1] + found[2] if found else record_id
     return DeliveryRefused(
         f"Kafka refuses change {change_id} for topic {message.topic}: {cause}: correct the topic; "
         f"to leave this change out, run with --skip {change_id}"
@@ -116,7 +117,7 @@ class TableWriter(CapturedTable, frozen=True, kw_only=True):
     ) -> Message:
         headers = (
             (INSTALLATION_HEADER, self.name.encode()),
-            (ID_HEADER, identified(transaction.id, number, part)),
+            (ID_HEADER, identified(transaction, number, part)),
             *self.headers,
         )
         if self.header_columns and row is not None:

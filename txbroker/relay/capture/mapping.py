@@ -149,7 +149,7 @@ class TableMappings:
                 each.value,
                 (
                     self._installation,
-                    (ID_HEADER, identified(transaction.id, number, n if n else "")),
+                    (ID_HEADER, identified(transaction, number, n if n else "")),
                     *each.headers,
                 ),
                 each.partition,

@@ -252,8 +252,11 @@ class PostgresSource:
                 log.warning("capture skips a gap", capture=self._mapping.name, gap=each.step.text)
             else:
                 raise ConfigurationError(f"{self._database.name}: {each.step.text}")
-        self._catalog = pgposition.catalog_of(facts, self._mapping)
-        self._encoded = msgspec.Raw(pgposition.encode(self._catalog))
+        self._keep(pgposition.catalog_of(facts, self._mapping, self._catalog))
+
+    def _keep(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._encoded = msgspec.Raw(pgposition.encode(catalog))
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -314,7 +317,11 @@ class PostgresSource:
         if reader.problem:
             self._skip_or_stop(reader.problem)
             reader.problem = ""
-        if reader.altered and not self._altered.done():
+        if reader.partitions:
+            assert self._catalog is not None
+            self._keep(pgposition.with_partitions(self._catalog, reader.partitions))
+            reader.partitions = {}
+        if reader.altered and not reader.inside and not self._altered.done():
             reader.altered = False
             self._altered.set_result(None)
         return arrived
@@ -443,8 +450,9 @@ class _Reader:
         expected: whether it is still to be read again: the stream before it is passed over.
         elsewhere: it is missing: this is another history.
         problem: why changes cannot be shown as the mapping wants them; "" if they can.
-        altered: a table was described: it may have changed, or have a partition that a check does
-            not know.
+        altered: a table was described: it may have changed.
+        partitions: OIDs of partitions with rows in what was read, each with its table and
+            transaction.
     """
 
     def __init__(
@@ -464,12 +472,13 @@ class _Reader:
         self.expected = self.elsewhere = False
         self.problem = ""
         self.altered = False
+        self.partitions: dict[int, tuple[str, int]] = {}
         self._conversion = conversion
         self._source = {"kind": "postgresql", "database": facts.server.database}
         self._begin = begin
         self._tables = {(each.schema, each.table): each for each in mapping.tables}
         oids = {table.oid: place for place, table in facts.tables.items()}
-        self._decode = Decoder(self._tables, oids, facts.server.money_digits).decode
+        self._decoder = Decoder(self._tables, oids, facts.server.money_digits)
         self._transaction = TransactionInfo("", 0, self._source)
         self._xid = 0
         self._number = 0
@@ -496,7 +505,7 @@ class _Reader:
         Raises:
             ConfigurationError, DatabaseUnavailable, PgoutputError
         """
-        take, decode = self.stream.take, self._decode
+        take, decode = self.stream.take, self._decoder.decode
         for turn in range(_BUSY_FRAMES):
             frame = take()
             if frame is None:
@@ -542,10 +551,13 @@ class _Reader:
         found = LastTransaction(lsn_text(commit.end_lsn), self._xid, self._transaction.time_ms)
         if not self.expected:
             self.last = found
+            for oid, place in self._decoder.partitions.items():
+                self.partitions[oid] = ".".join(place), self._xid
         elif found == self.last:
             self.expected = False
         else:
             self.elsewhere = self._is_elsewhere(commit.end_lsn)
+        self._decoder.partitions.clear()
         self.stream.wal_end = max(self.stream.wal_end, commit.end_lsn)
 
     def _is_elsewhere(self, read: int) -> bool:

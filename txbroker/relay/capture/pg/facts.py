@@ -21,6 +21,7 @@ SENDS_GENERATED = 180_000
 """The version from which a publication may have stored generated columns, and must have those of a
 replica identity: otherwise updates fail."""
 _NAME = re.compile(r"[a-z0-9-]{1,50}")
+_XIDS = 1 << 32
 OPERATIONS = ("insert", "update", "delete", "truncate")
 
 _SERVER = """
@@ -31,7 +32,8 @@ SELECT current_setting('server_version_num')::int, current_setting('wal_level'),
   (SELECT rolsuper OR rolreplication FROM pg_roles WHERE rolname = current_user)
     OR (to_regrole('rds_replication') IS NOT NULL
       AND pg_has_role(to_regrole('rds_replication'), 'MEMBER')),
-  has_database_privilege(current_database(), 'CREATE'), scale(CAST(1::money AS numeric))
+  has_database_privilege(current_database(), 'CREATE'), scale(CAST(1::money AS numeric)),
+  pg_current_snapshot()::text
 """
 _SLOT = """
 SELECT plugin, database, temporary, active_pid, wal_status, confirmed_flush_lsn::text
@@ -219,6 +221,7 @@ class Server(Struct, frozen=True):
         slots: how many replication slots it has.
         wal_keep: how much WAL a slot may hold.
         money_digits: how many digits a `money` has after the point, by lc_monetary.
+        snapshot: the transactions that it shows, such as `10:20:10,14`, or fewer than it shows.
     """
 
     version: int
@@ -233,6 +236,18 @@ class Server(Struct, frozen=True):
     may_replicate: bool
     may_create: bool
     money_digits: int
+    snapshot: str
+
+    def shows(self, xid: int) -> bool:
+        """Return whether a transaction is visible. A stream has it earlier: its commit may wait for
+        a synchronous standby.
+
+        Args:
+            xid: 32 bits.
+        """
+        _, end, running = self.snapshot.split(":")
+        begun = (int(end) - 1 - xid) % _XIDS < _XIDS // 2
+        return begun and xid not in {int(each) % _XIDS for each in running.split(",") if each}
 
 
 class Facts(Struct, frozen=True):

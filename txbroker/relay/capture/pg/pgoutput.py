@@ -234,6 +234,7 @@ class Decoder:
 
     Attributes:
         relations: the tables that the stream has described, by OID.
+        partitions: OIDs of partitions with rows that it has described, each with its table.
     """
 
     def __init__(
@@ -243,6 +244,7 @@ class Decoder:
         money_digits: int = 2,
     ) -> None:
         self.relations: dict[int, Relation] = {}
+        self.partitions: dict[int, tuple[str, str]] = {}
         self._tables = frozenset(tables)
         self._oids = oids
         self._converters: dict[int, Convert] = {
@@ -311,6 +313,8 @@ class Decoder:
         _expect(at + 4 * count == len(data), "its end")
         oids = struct.unpack_from(f">{count}I", data, at)
         tables = [self.relations[oid] for oid in oids]
+        for oid in oids:  # another published table, described after a wanted one
+            self.partitions.pop(oid, None)
         return tuple(
             Change(relation.schema, relation.table, "truncate")
             for relation in tables
@@ -343,6 +347,7 @@ class Decoder:
         if wanted:
             self._described = Described(*place, found)
         elif before is not None:  # the partition whose rows follow
+            self.partitions[oid] = before.schema, before.table
             return structs.replace(before, identity=before.identity.of_partition(found))
         return self._described
 

@@ -7,11 +7,11 @@ transaction, which a start reads again, and the state of the catalogs, which eac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from zlib import crc32
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, structs
 
 from txbroker.relay.capture.changes import CapturedTable, CaptureMapping
 from txbroker.relay.capture.pg.facts import Facts, Table, name_of, wanted_operations
@@ -56,7 +56,8 @@ class CatalogTable(Struct, frozen=True, array_like=True):
         oid: of the table.
         published: of its entry in the publication.
         attributes: a checksum of what altered its columns.
-        members: the oids of the table and its partitions, each with its storage.
+        members: the oids of the table and its partitions, each with its storage; if only the
+            stream has shown a partition, with its transaction there, negative.
         placed: the oids of partitions, each with the transaction that made it one.
         key: of its records.
     """
@@ -90,8 +91,14 @@ decode = msgspec.json.Decoder(Position).decode
 decode_catalog = msgspec.json.Decoder(Catalog | None).decode
 
 
-def catalog_of(facts: Facts, mapping: CaptureMapping) -> Catalog:
-    """Return the catalogs of a capture without problems."""
+def catalog_of(
+    facts: Facts, mapping: CaptureMapping, before: Catalog | None = None
+) -> Catalog:
+    """Return the catalogs of a capture without problems.
+
+    Args:
+        before: of an earlier check, with what the stream has shown since.
+    """
     publication = facts.publication
     assert publication is not None
     tables = {}
@@ -101,11 +108,37 @@ def catalog_of(facts: Facts, mapping: CaptureMapping) -> Catalog:
             table.oid,
             publication.tables[wanted.schema, wanted.table].oid,
             crc32(table.attributes.encode()),
-            {each.oid: each.storage for each in table.members},
+            {
+                **_not_visible(before, f"{wanted.schema}.{wanted.table}", facts),
+                **{each.oid: each.storage for each in table.members},
+            },
             {each.oid: each.placed for each in table.members},
             wanted.key,
         )
     return Catalog(publication.oid, publication.altered, sorted(wanted_operations(mapping)), tables)
+
+
+def with_partitions(catalog: Catalog, shown: Mapping[int, tuple[str, int]]) -> Catalog:
+    """Return the catalogs with partitions that the stream has shown: rows of theirs were read, so
+    that one which a check does not find was dropped or detached.
+
+    Args:
+        shown: OIDs, each with its table and its transaction.
+    """
+    tables = dict(catalog.tables)
+    for oid, (name, xid) in shown.items():
+        table = tables[name]
+        tables[name] = structs.replace(table, members={oid: -xid, **table.members})
+    return structs.replace(catalog, tables=tables)
+
+
+def _not_visible(before: Catalog | None, name: str, facts: Facts) -> dict[int, int]:
+    """Return partitions that the stream has shown and the catalogs cannot show yet."""
+    table = before.tables.get(name) if before is not None else None
+    members = table.members if table is not None else {}
+    return {
+        oid: shown for oid, shown in members.items() if shown < 0 and not facts.server.shows(-shown)
+    }
 
 
 def unseen(before: Catalog | None, facts: Facts, mapping: CaptureMapping) -> Iterator[str | Gap]:
@@ -113,7 +146,7 @@ def unseen(before: Catalog | None, facts: Facts, mapping: CaptureMapping) -> Ite
     without an end or as gaps that the mapping may accept."""
     if before is None:
         return
-    now, name = catalog_of(facts, mapping), name_of(mapping)
+    now, name = catalog_of(facts, mapping, before), name_of(mapping)
     if now.publication != before.publication:
         yield f"publication {name} was created again, and changes before that may be lost"
     elif now.altered != before.altered and now.operations == before.operations:
@@ -159,12 +192,13 @@ def _unseen_of_table(
     if gone and wanted.operations & {"delete", "truncate"}:
         yield _partitions(wanted, f"{gone} of its partitions were dropped or detached")
     attached = [
-        each.name for each in table.members if each.attached and each.oid not in before.members
+        each.name for each in table.members if each.attached and before.members.get(each.oid, -1) < 0
     ]
     if attached and "insert" in wanted.operations:
         yield _partitions(wanted, f"{', '.join(attached)} was attached with rows")
     rewritten = any(
-        storage != now.members.get(oid, storage) for oid, storage in before.members.items()
+        storage > 0 and storage != now.members.get(oid, storage)
+        for oid, storage in before.members.items()
     )
     if rewritten and now.attributes != before.attributes and "update" in wanted.operations:
         yield Gap(
