@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import pytest
 from tests.kit.cli import Call, Result, running
 from tests.kit.database_servers import MariaServer
 from tests.kit.topic_reader import create_topic, read_topics
-from tests.kit.until import DEADLINE_S, unique
+from tests.kit.until import DEADLINE_S, unique, until
 from tests.relay.capture.maria_world import MariaWorld
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
@@ -121,6 +122,7 @@ def test_takeover_and_kill_repeat_nothing(
     assert call("apply", world.file, "--yes").code == 0
     with running("capture", "run", world.file) as first:
         world.execute("INSERT INTO orders VALUES (1, 'a')")
+        asyncio.run(until(lambda: read_topics(kafka.bootstrap, [topic])))
         drained = call("run", world.file, "--until-drained")
         assert drained.code == 0, drained.err
         world.execute("INSERT INTO orders VALUES (2, 'b')")
