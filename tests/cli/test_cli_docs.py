@@ -63,6 +63,16 @@ def test_pasted_blocks_are_not_eaten_by_a_question() -> None:
     assert eaten == []
 
 
+def test_the_answer_that_commits_everything_has_a_group_of_its_own() -> None:
+    """It would decide for instances of a recipe's group that died."""
+    start = (ROOT / "docs/start.md").read_text()
+    (group,) = re.findall(r"groups register (\S+) --check-url", start)
+    assert f"groups remove {group} --yes" in start
+    used = re.compile(rf"group[= ]['\"]?{group}\b|register {group}\b")
+    pages = (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
+    assert [page.name for page in pages if used.search(page.read_text())] == ["start.md"]
+
+
 def masked(text: str) -> list[str]:
     """Return lines without ids, times, numbers and widths, which differ from run to run."""
     for pattern, name in (

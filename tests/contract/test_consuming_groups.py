@@ -275,6 +275,7 @@ async def test_refused_copy_stores_nothing(world: Any, group: Group) -> None:
         )
     assert refused.value.copies == [large]
     assert refused.value.lasting
+    assert refused.value.too_large  # so that it is stored without its value
     assert await member.load([(topic, 0)]) == {}
     assert [*await world.visible(dead), *await world.visible(small)] == []
     await member.commit({(topic, 0): StoredOffset(1, "")}, [copy(dead, b"later")])

@@ -279,6 +279,7 @@ async def test_refused_copy_is_named(both: World) -> None:
             )
         assert caught.value.copies == [refused]
         assert caught.value.lasting
+        assert caught.value.too_large == (refused is large)
     assert await both.stored() == StoredOffset(1, "")
     await offsets.commit({both.at: StoredOffset(3, "")}, [both.copy(b"later")])
     assert await both.copies() == [b"kept", b"later"]

@@ -191,6 +191,16 @@ async def test_door_creates_correct_topics(world: KafkaHarness) -> None:
     assert again.partitions == 4, "topics that exist keep their number of partitions"
 
 
+async def test_number_without_effect_is_logged(
+    world: KafkaHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    await world.door()
+    await world.door("two", partitions=9, partitions_given=True)
+    (line,) = [each for each in caplog.messages if "setting without effect" in each]
+    assert "partitions = 9" in line
+    assert "docs/operate/partition-count.md" in line
+
+
 async def test_apply_changes_settings_and_is_idempotent(world: KafkaHarness) -> None:
     await world.create_topic(
         "half", 4, retention_bytes="1000", flush_ms="12345", compression_type="producer"

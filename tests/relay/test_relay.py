@@ -563,6 +563,32 @@ async def test_a_look_does_not_read_what_a_snapshot_keeps(
     assert read[floor] < 10 < read[""], read
 
 
+async def test_an_idle_relay_seldom_searches_from_the_beginning(
+    request: pytest.FixtureRequest,
+    kafka: EmbeddedKafka,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A search from the beginning reads what a snapshot keeps."""
+    shop = Shop(place_of(request, tmp_path, "postgresql"), kafka.bootstrap)
+    floors: list[str] = []
+    select = WaitingRows.select
+
+    def noted(self: WaitingRows, count: int, visible: Any, floor: str, put_off: Any) -> Any:
+        floors.append(floor)
+        return select(self, count, visible, floor, put_off)
+
+    monkeypatch.setattr(WaitingRows, "select", noted)
+    async with shop.relay() as relay:
+        for number in range(30):
+            shop.add([number])
+            await relay.drain(timeout_s=20)
+    assert shop.numbers() == list(range(30))
+    searches = floors.count("")
+    assert len(floors) >= 60
+    assert searches < len(floors) / 4, (searches, len(floors))
+
+
 def _buffers(shop: Shop, rows: WaitingRows, floor: str) -> int:
     """Return how many pages a look reads."""
     query = next(rows.select(2000, floor=floor))

@@ -54,7 +54,9 @@ class Recorder:
         """Return one message."""
         topic = change.table if isinstance(change, Change) else "emitted"
         value = msgspec.json.encode(change)
-        return [Message(topic, value=value, headers=((ID_HEADER, identified(transaction, number)),))]
+        return [
+            Message(topic, value=value, headers=((ID_HEADER, identified(transaction, number)),))
+        ]
 
 
 @dataclass

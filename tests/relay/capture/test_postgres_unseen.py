@@ -317,10 +317,15 @@ async def test_a_partition_that_came_and_went_stops_it(pg: PgWorld, when: str) -
         await source.close()
         pg.execute(*(ADD_PART if when == "before a start" else ()), *DROP_PART)
     with pytest.raises(ConfigurationError, match="1 of its partitions were dropped"):
-        if "start" in when:
-            source = await pg.source(position)
-        async with asyncio.timeout(20):
-            await read_until(source, 9)
+        await read_on(pg, source, position if "start" in when else b"")
+
+
+async def read_on(pg: PgWorld, source: PostgresSource, position: bytes) -> None:
+    """Read, from another source if there is a position."""
+    if position:
+        source = await pg.source(position)
+    async with asyncio.timeout(20):
+        await read_until(source, 9)
 
 
 async def checked(source: PostgresSource) -> None:

@@ -91,9 +91,7 @@ decode = msgspec.json.Decoder(Position).decode
 decode_catalog = msgspec.json.Decoder(Catalog | None).decode
 
 
-def catalog_of(
-    facts: Facts, mapping: CaptureMapping, before: Catalog | None = None
-) -> Catalog:
+def catalog_of(facts: Facts, mapping: CaptureMapping, before: Catalog | None = None) -> Catalog:
     """Return the catalogs of a capture without problems.
 
     Args:
@@ -192,7 +190,9 @@ def _unseen_of_table(
     if gone and wanted.operations & {"delete", "truncate"}:
         yield _partitions(wanted, f"{gone} of its partitions were dropped or detached")
     attached = [
-        each.name for each in table.members if each.attached and before.members.get(each.oid, -1) < 0
+        each.name
+        for each in table.members
+        if each.attached and before.members.get(each.oid, -1) < 0
     ]
     if attached and "insert" in wanted.operations:
         yield _partitions(wanted, f"{', '.join(attached)} was attached with rows")
