@@ -7,13 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from txbroker.core.records import Message
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.changes import Change, Emitted, TransactionInfo
 from txbroker.relay.capture.mapping import TableMappings, read
 
-INFO = TransactionInfo("0/16B3748", 1700, {"kind": "postgresql", "database": "shop"})
+INFO = TransactionInfo("0/16B3748", 1700, {"kind": "postgresql", "database": "shop"}, 1699)
 ROW = {"id": 7, "item": "shoe", "price": "1.50", "payload": "aGk="}
 
 
@@ -60,7 +61,7 @@ def test_envelope_has_operation_rows_time_and_source(tmp_path: Path) -> None:
         },
         "unchanged": ["photo"],
     }
-    assert message.headers == (("txb-installation", b"shop"), ("txb-id", b"0/16B3748@1700/3"))
+    assert message.headers == (("txb-installation", b"shop"), ("txb-id", b"0/16B3748@1699/3"))
 
 
 def test_a_restored_database_does_not_repeat_ids(tmp_path: Path) -> None:
@@ -68,8 +69,8 @@ def test_a_restored_database_does_not_repeat_ids(tmp_path: Path) -> None:
     mapping, inserted = mapped(tmp_path), change("insert", after=ROW)
     ids = {
         message.headers[1]
-        for time_ms in (1700, 1701)
-        for message in mapping.messages(TransactionInfo(INFO.id, time_ms, INFO.source), 3, inserted)
+        for mark_ms in (1700, 1701)
+        for message in mapping.messages(structs.replace(INFO, mark_ms=mark_ms), 3, inserted)
     }
     assert len(ids) == 2
 
@@ -119,8 +120,8 @@ def test_changed_key_is_a_delete_and_an_insert(tmp_path: Path, old: dict[str, An
     assert b'"operation":"delete","before":{"id":6}' in (deleted.value or b"")
     assert b'"operation":"insert","before":null' in (inserted.value or b"")
     assert [each.headers[1][1] for each in (deleted, inserted)] == [
-        b"0/16B3748@1700/3/old",
-        b"0/16B3748@1700/3",
+        b"0/16B3748@1699/3/old",
+        b"0/16B3748@1699/3",
     ]
 
 
@@ -165,10 +166,10 @@ def test_emitted_messages_become_records(tmp_path: Path) -> None:
     assert (first.topic, first.key, first.value) == ("t", b"k", b"v")
     assert first.headers == (
         ("txb-installation", b"shop"),
-        ("txb-id", b"0/16B3748@1700/3"),
+        ("txb-id", b"0/16B3748@1699/3"),
         ("h", b"x"),
     )
-    assert second.headers[1] == ("txb-id", b"0/16B3748@1700/3/1")
+    assert second.headers[1] == ("txb-id", b"0/16B3748@1699/3/1")
     with pytest.raises(ConfigurationError, match="invalid messages with pg_logical_emit_message"):
         mapped(tmp_path).messages(INFO, 3, Emitted(b"{}"))
 

@@ -80,11 +80,15 @@ class TransactionInfo(Struct, frozen=True, gc=False):
             LSN (`0/16B3748`), or the GTID.
         time_ms: of the commit, by the database's clock.
         source: facts for the envelope, such as database and transaction id.
+        mark_ms: tells it from a transaction of another history with its id: the time of the commit,
+            or of its first statement, which MariaDB's replicas have, too. A record's `txb-id` is
+            `id@mark_ms/number`, with the number of the change in the transaction.
     """
 
     id: str
     time_ms: int
     source: Mapping[str, Any]
+    mark_ms: int
 
 
 class CapturedTable(Struct, frozen=True, gc=False):

@@ -29,13 +29,12 @@ _NOTHING: tuple[Message, ...] = ()
 
 
 def identified(transaction: TransactionInfo, number: int, part: int | str = "") -> bytes:
-    """Return the `txb-id` of a record. In a database that was restored, another transaction may
-    have the id of one that is lost, at another time.
+    """Return the `txb-id` of a record.
 
     Args:
         part: distinguishes further records of the same change.
     """
-    return f"{transaction.id}@{transaction.time_ms}/{number}/{part}".rstrip("/").encode()
+    return f"{transaction.id}@{transaction.mark_ms}/{number}/{part}".rstrip("/").encode()
 
 
 def refused_change(refusal: Refusal, transaction: re.Pattern[str]) -> DeliveryRefused:

@@ -479,7 +479,7 @@ class _Reader:
         self._tables = {(each.schema, each.table): each for each in mapping.tables}
         oids = {table.oid: place for place, table in facts.tables.items()}
         self._decoder = Decoder(self._tables, oids, facts.server.money_digits)
-        self._transaction = TransactionInfo("", 0, self._source)
+        self._transaction = TransactionInfo("", 0, self._source, 0)
         self._xid = 0
         self._number = 0
 
@@ -528,9 +528,9 @@ class _Reader:
         if isinstance(event, Begin):
             self.inside = True
             self._xid = event.xid
-            self._transaction = TransactionInfo(
-                lsn_text(event.lsn), event.time_ms, {**self._source, "xid": event.xid}
-            )
+            source = {**self._source, "xid": event.xid}
+            place = lsn_text(event.lsn)
+            self._transaction = TransactionInfo(place, event.time_ms, source, event.time_ms)
             self._number = 0
         elif isinstance(event, Commit):
             self._committed(event)

@@ -81,6 +81,7 @@ _OPERATIONS: Mapping[type, Operation] = {
     UpdateRowsEvent: "update",
     DeleteRowsEvent: "delete",
 }
+_OF_STATEMENTS = (TableMapEvent, QueryEvent, ExecuteLoadQueryEvent, *_OPERATIONS)
 # It warns of each connection that it loses.
 logging.getLogger("pymysqlreplication").setLevel(logging.ERROR)
 
@@ -125,7 +126,9 @@ class Position(Struct, frozen=True, omit_defaults=True):
         gtids: of every domain, after the last transaction.
         before: the same before it; "": it was the first of its domain.
         last: its GTID.
-        time_s: of its commit, by the server's clock.
+        time_s: of its commit, by the server's clock; on a replica of its last statement.
+        first_s: of its first statement on captured tables, which is that of its replicas, too; 0:
+            it has none.
         rows: digests of the captured tables' names, and of their rows in it; "": not known.
     """
 
@@ -133,6 +136,7 @@ class Position(Struct, frozen=True, omit_defaults=True):
     before: str = ""
     last: str = ""
     time_s: int = 0
+    first_s: int = 0
     rows: str = ""
 
 
@@ -194,17 +198,20 @@ class Binlog:
         self.facts = facts
         self._charsets = Charsets(facts.collations, self._ask)
         self._compared = position if position.before else None
-        """The position whose last transaction is to be read again first."""
+        """The position whose last transaction is to be read again, as the first of its domain."""
+        self._passing = False
+        """The transaction is that one, and only compared."""
         self._skips, self._skipped = skips, False
         start = position.before or position.gtids
-        self._position = gtids(start)
+        self._position = gtids(position.gtids)
         self._connections: list[Any] = []
         self._readers: dict[int, RowReader] = {}
         self._ours = False
         """Whether the transaction has changed a wanted table."""
         self._names = crc32(repr(sorted(self._wanted)).encode())
-        self._rows = 0
-        """Digest of the transaction's rows of wanted tables: a replica has the same."""
+        self._rows = self._first_s = 0
+        """Digest of the transaction's rows of wanted tables, and the time of its first statement:
+        a replica has the same."""
         self._stream = BinLogStreamReader(
             connection_settings={"read_timeout": _SILENT_S},
             # Another reader with the same number would end this one.
@@ -240,28 +247,28 @@ class Binlog:
             DatabaseUnavailable: the connection is lost.
         """
         info: TransactionInfo | None = None
+        begun: MariadbGtidEvent | None = None
         flags = 0
         while True:
             event = self._next()
             kind = type(event)
+            if kind is HeartbeatLogEvent:
+                yield Alive()
+                continue
+            if kind is RotateEvent:
+                self._rotated()
+                continue
+            if begun is not None:
+                info = self._begin(begun, event)
+                begun = None
+                if not self._passing:
+                    yield info
+                    self._skipped = self._skips(info.id)
             if kind is MariadbGtidEvent:
                 if info is not None:  # the end of a prepared XA transaction
                     yield from self._ended(info)
-                self._check_order(event.gtid)
-                flags = event.flags
-                info = TransactionInfo(
-                    id=event.gtid,
-                    time_ms=event.timestamp * 1000,
-                    source={"kind": "mariadb"},
-                )
-                self._ours, self._rows = False, 0
-                if self._compared is None:
-                    yield info
-                    self._skipped = self._skips(info.id)
-            elif kind is HeartbeatLogEvent:
-                yield Alive()
-            elif kind is RotateEvent:
-                self._rotated()
+                    info = None
+                flags, begun = event.flags, event
             elif kind is TableMapEvent:
                 self._describe(event)
             elif kind is NotImplementedEvent:
@@ -272,18 +279,18 @@ class Binlog:
                 yield from self._ended(info)
                 info = None
             elif kind is ExecuteLoadQueryEvent:
-                if self._compared is None and not self._skipped:
+                if not (self._passing or self._skipped):
                     yield statement_gap(self._tables, "LOAD DATA")
             elif kind is QueryEvent:
                 if self._skipped:
                     yield TablesChanged()  # perhaps
-                elif self._compared is None:
+                elif not self._passing:
                     yield from self._statement(event, info)
-                if flags & _STANDALONE or event.query in ("COMMIT", "ROLLBACK"):
+                if flags & _STANDALONE or _ends(event):
                     yield from self._ended(info)
                     info = None
             else:
-                if flags & _PREPARED_XA and self._compared is None and not self._skipped:
+                if flags & _PREPARED_XA and not (self._passing or self._skipped):
                     self._refuse_xa(event, info)
                 yield from self._changes(event)
 
@@ -361,11 +368,36 @@ class Binlog:
 
     # --- events ------------------------------------------------------------------------------
 
+    def _begin(self, begun: MariadbGtidEvent, first: Any) -> TransactionInfo:
+        """Return the transaction that a GTID begins.
+
+        Args:
+            first: the event after it: its first statement on captured tables, or its end.
+        """
+        domain = int(begun.gtid.split("-")[0])
+        last = self._compared
+        self._passing = last is not None and domain == int(last.last.split("-")[0])
+        self._check_order(begun.gtid)
+        of_statement = isinstance(first, _OF_STATEMENTS) and not _ends(first)
+        self._first_s = first.timestamp if of_statement else 0
+        self._ours, self._rows = False, 0
+        return TransactionInfo(
+            begun.gtid,
+            begun.timestamp * 1000,
+            {"kind": "mariadb"},
+            (self._first_s or begun.timestamp) * 1000,
+        )
+
     def _compare(self, info: TransactionInfo, position: Position) -> None:
-        """Check that the first transaction is the last one of the position."""
+        """Check that a transaction is the last one of the position. A replica has an earlier time
+        for it, another history a later one."""
         names, rows = position.rows.partition("-")[0], self._digest()
-        same = not rows.startswith(f"{names}-") or rows == position.rows
-        if (info.id, info.time_ms) != (position.last, position.time_s * 1000) or not same:
+        same = info.id == position.last
+        if rows.startswith(f"{names}-") and position.first_s and self._first_s:
+            same = same and (rows, self._first_s) == (position.rows, position.first_s)
+        else:
+            same = same and info.time_ms <= position.time_s * 1000
+        if not same:
             raise unknown_position(self._name, position.gtids)
 
     def _digest(self) -> str:
@@ -373,16 +405,18 @@ class Binlog:
 
     def _ended(self, info: TransactionInfo) -> Iterator[Committed]:
         """Yield the end of a transaction, unless it was only compared."""
+        if self._passing:
+            assert self._compared is not None
+            self._compare(info, self._compared)
+            self._compared, self._passing = None, False
+            return
         domain = int(info.id.split("-")[0])
         before = ",".join(self._position.values()) if domain in self._position else ""
         self._position[domain] = info.id
-        if self._compared is not None:
-            self._compare(info, self._compared)
-            self._compared = None
-            return
         after = ",".join(self._position.values())
         place = Place(self._stream.log_file, self._stream.log_pos)
-        position = Position(after, before, info.id, info.time_ms // 1000, self._digest())
+        time_s, digest = info.time_ms // 1000, self._digest()
+        position = Position(after, before, info.id, time_s, self._first_s, digest)
         yield Committed(encode(position), place)
 
     def _check_order(self, gtid: str) -> None:
@@ -390,7 +424,7 @@ class Binlog:
         domain, server, number = map(int, gtid.split("-"))
         last = self._position.get(domain, "")
         if (
-            self._compared is None
+            not self._passing
             and last.startswith(f"{domain}-{server}-")
             and number <= int(last.rpartition("-")[2])
         ):
@@ -463,7 +497,7 @@ class Binlog:
         self._ours = True
         data = event.packet.packet.read_all()[: event.event_size - event.packet.read_bytes]
         self._rows = crc32(data, self._rows)
-        if self._compared is not None or self._skipped:
+        if self._passing or self._skipped:
             return
         _check_whole(self._name, event)
         change = partial(Change, event.schema, event.table, _OPERATIONS[type(event)])
@@ -487,6 +521,11 @@ class Binlog:
             self._readers[event.table_id] = RowReader(
                 event, self.facts.byte_types(name), self._charsets
             )
+
+
+def _ends(event: Any) -> bool:
+    """Return whether an event is the end of a transaction without an Xid."""
+    return type(event) is QueryEvent and event.query in ("COMMIT", "ROLLBACK")
 
 
 def _joined(*faults: str) -> str:
