@@ -223,18 +223,25 @@ def test_plain_sql_writes_rows(kind: Place, outbox: Outbox) -> None:
 
 
 BAD_ROWS = {
-    "state": "'payments', 'DONE', 0, NULL",
-    "shard": "'payments', 'UNKNOWN', 16, NULL",
-    "deliver_at": "'payments', 'UNKNOWN', 0, 1",
-    "topic": "NULL, 'UNKNOWN', 0, NULL",
+    "state": {"state": "'DONE'"},
+    "shard": {"shard": "16"},
+    "deliver_at": {"deliver_at": "1"},
+    "topic": {"topic": "NULL"},
+    **{
+        f"{name} {number}": {name: str(number)}
+        for name in ("retries", "check_attempts", "next_at", "created_at", "changed_at")
+        for number in (-1, 2**63 - 1)
+    },
 }
 
 
 @pytest.mark.parametrize("bad", BAD_ROWS)
 def test_impossible_row_is_refused(kind: Place, outbox: Outbox, bad: str) -> None:
-    columns = "topic, state, shard, deliver_at"
-    with pytest.raises(Exception, match=bad):
-        kind.execute(f"INSERT INTO txbroker_outbox ({columns}) VALUES ({BAD_ROWS[bad]})")
+    row = {"topic": "'payments'", **BAD_ROWS[bad]}
+    with pytest.raises(Exception, match=f"{bad}|counts_times_in_range"):
+        kind.execute(
+            f"INSERT INTO txbroker_outbox ({', '.join(row)}) VALUES ({', '.join(row.values())})"
+        )
     assert rows(kind) == []
 
 

@@ -154,7 +154,23 @@ def test_tables_that_are_not_wanted_are_not_decoded() -> None:
     made = decoder()
     made.decode(relation(("id", INT), oid=OTHER_OID, table="other"))
     assert made.decode(change(b"I", b"rubbish", oid=OTHER_OID)) is None
-    assert made.partitions == {OTHER_OID: OF_ORDERS}
+    assert made.partitions == {}
+
+
+TYPE = b"Y" + struct.pack(">I", 99_999) + b"public\0mood\0"
+
+
+@pytest.mark.parametrize(
+    ("between", "partition"), [([], True), ([TYPE], True), ([change(b"I", NEW)], False)]
+)
+def test_a_partition_is_described_after_its_table(between: list[bytes], partition: bool) -> None:
+    made = Decoder([OF_ORDERS], partitioned=[OF_ORDERS])
+    for each in (relation(("id", INT), ("item", TEXT)), *between):
+        made.decode(each)
+    event = made.decode(relation(("id", INT), oid=OTHER_OID, table="other"))
+    assert (event is not None) == partition
+    assert made.partitions == ({OTHER_OID: OF_ORDERS} if partition else {})
+    assert made.decode(change(b"I", b"rubbish", oid=OTHER_OID)) is None
     truncate = b"T" + struct.pack(">IBII", 2, 0, OTHER_OID, OID)
     assert made.decode(truncate) == (Change(*OF_ORDERS, "truncate"),)
     assert made.partitions == {}

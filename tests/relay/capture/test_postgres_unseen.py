@@ -52,6 +52,8 @@ SHOWN: Sequence[str] = (
     "INSERT INTO parted VALUES (21, 'c')",
     ATTACH.format("apart"),
     "INSERT INTO parted VALUES (2, 'c'); CREATE INDEX ON parted (item); ANALYZE parted",
+    "CREATE TABLE parted_4 PARTITION OF parted FOR VALUES FROM (20) TO (30); "
+    "ALTER TABLE parted ALTER item SET NOT NULL; INSERT INTO parted VALUES (21, 'c')",
 )
 UNSEEN: Sequence[tuple[str, str]] = (
     ("DROP TABLE parted_1", "partitions: 1 of its partitions were dropped or detached"),
@@ -74,12 +76,18 @@ UNSEEN: Sequence[tuple[str, str]] = (
     ),
     (
         f"INSERT INTO apart VALUES (21, 'c'); {ATTACH.format('apart')}",
-        "partitions: apart was attached with rows",
+        "partitions: apart was attached and has rows",
     ),
     (
         "CREATE TABLE later (LIKE parted INCLUDING ALL); INSERT INTO later VALUES (21, 'c'); "
         + ATTACH.format("later"),
-        "partitions: later was attached with rows",
+        "partitions: later was attached and has rows",
+    ),
+    (
+        "CREATE TABLE later (LIKE parted INCLUDING ALL); INSERT INTO later VALUES (21, 'c'); "
+        + ATTACH.format("later")
+        + "; ALTER TABLE parted ALTER item SET NOT NULL",
+        "partitions: later was attached and has rows",
     ),
     (
         "DROP TABLE orders; CREATE TABLE orders (id int PRIMARY KEY); "
@@ -293,12 +301,19 @@ DROP_PART = ("DROP TABLE parted_4", "INSERT INTO parted VALUES (2, 'd')")
 
 
 @pytest.mark.parametrize(
-    "when", ["after a check", "before a check", "before a start", "before a second start"]
+    ("when", "kind"),
+    [
+        ("after a check", "text"),
+        ("before a check", "text"),
+        ("before a check", "word"),  # described between the table and its partition
+        ("before a start", "text"),
+        ("before a second start", "text"),
+    ],
 )
-async def test_a_partition_that_came_and_went_stops_it(pg: PgWorld, when: str) -> None:
+async def test_a_partition_that_came_and_went_stops_it(pg: PgWorld, when: str, kind: str) -> None:
     """Its first row also is the first of its table in the stream, which shows it: a check may be
     too late."""
-    pg.execute(*SETUP)
+    pg.execute(*SETUP, "CREATE DOMAIN word AS text", f"ALTER TABLE parted ALTER item TYPE {kind}")
     pg.mapping.tables = (PARTED,)
     source = await pg.started()
     pg.execute("INSERT INTO orders VALUES (7, 'moves the position')")
@@ -359,6 +374,46 @@ async def test_a_partition_that_is_not_visible_yet_does_not_stop_it(pg: PgWorld)
     pg.execute(*DROP_PART)
     with pytest.raises(ConfigurationError, match="1 of its partitions were dropped"):
         await read_until(source, 9)
+
+
+async def test_a_new_partition_that_was_detached_meanwhile_stops_it(pg: PgWorld) -> None:
+    """It is empty when a check first sees it, and its row was deleted unseen."""
+    pg.execute(*SETUP)
+    pg.mapping.tables = (PARTED,)
+    source = await pg.started()
+    pg.execute(
+        *ADD_PART,
+        "ALTER TABLE parted DETACH PARTITION parted_4",
+        "DELETE FROM parted_4",
+        "VACUUM parted_4",
+        ATTACH.format("parted_4"),
+        "INSERT INTO parted VALUES (2, 'd')",
+    )
+    with pytest.raises(ConfigurationError, match="parted_4 was detached and attached again"):
+        await read_on(pg, source, b"")
+
+
+@pytest.mark.parametrize("full", [True, False])
+async def test_another_published_table_is_no_partition(pg: PgWorld, full: bool) -> None:
+    pg.execute("CREATE TABLE extra (id int PRIMARY KEY)", *SETUP)
+    if full:
+        pg.execute("ALTER TABLE orders REPLICA IDENTITY FULL")
+    tables = (captured("orders", before=full), PARTED)
+    pg.mapping.tables = (*tables, captured("extra"))
+    await pg.apply()
+    pg.mapping.tables = tables
+    source = await pg.source()
+    pg.execute(
+        "BEGIN; INSERT INTO orders VALUES (2, 'a'); INSERT INTO extra VALUES (1); "
+        "INSERT INTO parted VALUES (2, 'b'); INSERT INTO extra VALUES (2); COMMIT"
+    )
+    assert changes((await read_until(source, 2)).values) == [
+        ("insert", 2, "a"),
+        ("insert", 2, "b"),
+    ]
+    await checked(source)
+    pg.execute("INSERT INTO orders VALUES (3, 'c')")
+    assert changes(await take(source)) == [("insert", 3, "c")]
 
 
 async def test_rows_of_a_renamed_table_are_captured(pg: PgWorld) -> None:

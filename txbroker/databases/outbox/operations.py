@@ -15,6 +15,8 @@ from txbroker.databases.outbox.table import (
     COLUMNS,
     LOCAL_COMMIT,
     MESSAGE_ERROR,
+    NUMBER_MAX,
+    NUMBERS,
     OUTBOX,
     SHARDS_MAX,
     STATES,
@@ -113,9 +115,9 @@ def problem_of(row: Mapping[str, Any]) -> str:
         return f"deliver_at is reserved: set it to NULL with UPDATE {OUTBOX}"
     if not isinstance(shard, int) or not 0 <= shard < SHARDS_MAX:
         return f"shard {shard!r} is not between 0 and {SHARDS_MAX - 1}: no relay finds the row"
-    for name in ("retries", "check_attempts", "next_at", "created_at", "changed_at"):
-        if not isinstance(row[name], int) or row[name] < 0:
-            return f"{name} {row[name]!r} is no whole number from 0: correct it"
+    for name in NUMBERS:
+        if not isinstance(row[name], int) or not 0 <= row[name] <= NUMBER_MAX:
+            return f"{name} {row[name]!r} is no whole number from 0 to {NUMBER_MAX}: correct it"
     try:
         check_message(to_message(row))
     except (BadRequest, MessageError, TypeError, ValueError) as error:

@@ -33,6 +33,11 @@ ASLEEP = "1954046575, 1"
 CLUSTER = "(SELECT CAST(system_identifier AS text) FROM pg_control_system())"
 """Which PostgreSQL cluster this is; a dump does not take it along."""
 SHARDS_MAX = 16
+NUMBERS, NUMBER_MAX = (
+    ("retries", "check_attempts", "next_at", "created_at", "changed_at"),
+    2**53 - 1,
+)
+"""Columns with counts and times; the limit leaves room for sums."""
 
 UNKNOWN, LOCAL_COMMIT, LOCAL_ROLLBACK = "UNKNOWN", "LOCAL_COMMIT", "LOCAL_ROLLBACK"
 GLOBAL_COMMIT, MESSAGE_ERROR = "GLOBAL_COMMIT", "MESSAGE_ERROR"
@@ -75,8 +80,10 @@ _TYPED = (
 )
 # One constraint: PostgreSQL prepares each for every statement.
 _SOUND = (
-    f"CONSTRAINT {OUTBOX}_state_known_deliver_at_null_shard_below_16 CHECK (deliver_at IS NULL "
-    f"AND shard BETWEEN 0 AND {SHARDS_MAX - 1} AND state IN {STATES})"
+    f"CONSTRAINT {OUTBOX}_state_deliver_at_shard_counts_times_in_range CHECK (deliver_at IS NULL "
+    f"AND shard BETWEEN 0 AND {SHARDS_MAX - 1} AND state IN {STATES}"
+    + "".join(f" AND {name} BETWEEN 0 AND {NUMBER_MAX}" for name in NUMBERS)
+    + ")"
 )
 RELAY_COLUMNS: Mapping[str, str] = {
     "shard": "{whole} NOT NULL PRIMARY KEY",

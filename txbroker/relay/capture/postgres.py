@@ -478,7 +478,8 @@ class _Reader:
         self._begin = begin
         self._tables = {(each.schema, each.table): each for each in mapping.tables}
         oids = {table.oid: place for place, table in facts.tables.items()}
-        self._decoder = Decoder(self._tables, oids, facts.server.money_digits)
+        partitioned = [place for place, table in facts.tables.items() if table.kind == "p"]
+        self._decoder = Decoder(self._tables, oids, partitioned, facts.server.money_digits)
         self._transaction = TransactionInfo("", 0, self._source, 0)
         self._xid = 0
         self._number = 0
@@ -512,6 +513,7 @@ class _Reader:
                 self.elsewhere = not self.inside and self._is_elsewhere(self.stream.wal_end)
                 return turn > 0
             if self.expected and frame[DATA_AT] not in _STRUCTURE:
+                self._decoder.skip(frame, DATA_AT)
                 continue
             event = decode(frame, DATA_AT)
             if type(event) is Change:

@@ -53,7 +53,8 @@ JOIN pg_class c ON c.oid = r.prrelid JOIN pg_namespace n ON n.oid = c.relnamespa
 WHERE p.pubname = ?
 """
 # A row for each table and one for each of its partitions. A partition that was created as one has
-# attributes that are older than its place in the tree; ATTACH writes both in one command.
+# attributes that are older than its place in the tree, of the same transaction; ATTACH writes both
+# in one command. Where all of them were altered since, that is not known.
 _TABLES = """
 SELECT n.nspname, c.relname, c.relkind, c.relpersistence, c.oid::bigint,
   pg_has_role(c.relowner, 'USAGE'),
@@ -84,21 +85,19 @@ SELECT n.nspname, c.relname, c.relkind, c.relpersistence, c.oid::bigint,
     WHERE i.indrelid = m.oid AND k.n <= i.indnkeyatts
       AND ((m.relreplident = 'd' AND i.indisprimary)
         OR (m.relreplident = 'i' AND i.indisreplident))),
-  CASE WHEN place.xmin IS NULL OR place.xmin = (SELECT xmin FROM pg_attribute
-      WHERE attrelid = m.oid AND attname = 'tableoid')
-    AND EXISTS (SELECT FROM pg_attribute a WHERE a.attrelid = m.oid AND attnum > 0
-      AND NOT attisdropped AND NOT (a.xmin = place.xmin AND a.cmin = place.cmin))
-    THEN false
-    ELSE (SELECT sum(pg_relation_size(relid)) FROM pg_partition_tree(m.oid)) > 0 END,
-  coalesce(place.xmin::text::bigint, 0)
+  place.created,
+  NOT place.created AND (SELECT sum(pg_relation_size(relid)) FROM pg_partition_tree(m.oid)) > 0,
+  coalesce(place.xmin::bigint, 0)
 FROM unnest(CAST(? AS text[]), CAST(? AS text[])) AS wanted (nspname, relname)
 JOIN pg_namespace n ON n.nspname = wanted.nspname
 JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = wanted.relname
   AND c.relkind IN ('r', 'p', 'v', 'm', 'f')
 CROSS JOIN LATERAL (SELECT c.oid AS relid UNION SELECT relid FROM pg_partition_tree(c.oid)) AS part
 JOIN pg_class m ON m.oid = part.relid
-LEFT JOIN LATERAL (SELECT i.xmin, i.cmin FROM pg_inherits i
-  WHERE i.inhrelid = m.oid AND m.oid <> c.oid) AS place ON true
+CROSS JOIN LATERAL (SELECT max(i.xmin::text) AS xmin, bool_and(EXISTS (SELECT FROM pg_attribute a
+    WHERE a.attrelid = m.oid AND a.attnum > 0 AND NOT a.attisdropped
+    AND a.xmin = i.xmin AND a.cmin::text::bigint < i.cmin::text::bigint)) IS NOT false AS created
+  FROM pg_inherits i WHERE i.inhrelid = m.oid AND m.oid <> c.oid) AS place
 ORDER BY m.oid <> c.oid, m.oid
 """
 
@@ -160,7 +159,8 @@ class Member(Struct, frozen=True):
     Attributes:
         kind, persistence: as `pg_class` has them.
         storage: the file with its rows, another one once they were all written again.
-        attached: it became a partition with rows in it.
+        created: it certainly became a partition when it was created.
+        attached: it may have become one with rows in it.
         placed: the transaction that made it one, 0 if it is none.
         full, identity: see `Identity`.
     """
@@ -170,6 +170,7 @@ class Member(Struct, frozen=True):
     kind: str
     persistence: str
     storage: int
+    created: bool
     attached: bool
     placed: int
     full: bool
@@ -246,7 +247,7 @@ class Server(Struct, frozen=True):
             xid: 32 bits.
         """
         _, end, running = self.snapshot.split(":")
-        begun = (int(end) - 1 - xid) % _XIDS < _XIDS // 2
+        begun = is_later(int(end), xid)
         return begun and xid not in {int(each) % _XIDS for each in running.split(",") if each}
 
 
@@ -257,6 +258,11 @@ class Facts(Struct, frozen=True):
     slot: Slot | None
     publication: Publication | None
     tables: dict[tuple[str, str], Table]
+
+
+def is_later(xid: int, other: int) -> bool:
+    """Return whether a transaction has a later id than another; of both the last 32 bits count."""
+    return 0 < (xid - other) % _XIDS < _XIDS // 2
 
 
 def name_of(mapping: CaptureMapping) -> str:
@@ -324,10 +330,10 @@ def _tables(rows: Any) -> dict[tuple[str, str], Table]:
 
 
 def _member(row: Any) -> Member:
-    oid, name, kind, persistence, storage, identity, key, attached, placed = row[13:]
+    oid, name, kind, persistence, storage, identity, key, created, attached, placed = row[13:]
     full = identity == "f"
     columns = frozenset(row[9] if full else key)
-    return Member(oid, name, kind, persistence, storage, attached, placed, full, columns)
+    return Member(oid, name, kind, persistence, storage, created, attached, placed, full, columns)
 
 
 def wanted_operations(mapping: CaptureMapping) -> frozenset[str]:

@@ -9,8 +9,9 @@ What PostgreSQL sends, and what not:
   IDENTITY FULL, where the old row has it.
 - The old row is sent with REPLICA IDENTITY FULL; else the old key, of deletes, and of updates that
   change it or have a large value in it.
-- Of a partition, the table that has it is described first, then the partition; the identity of
-  the table decides whether an old row counts as one.
+- Of a partition, the table that has it is described first, then the partition, each after the types
+  of its columns that are not built in; the identity of the table decides whether an old row counts
+  as one.
 - After a change of the schema the table is described again, before its next row.
 - Generated columns are not sent before PostgreSQL 18; from then on if the publication
   includes them.
@@ -230,6 +231,7 @@ class Decoder:
     Args:
         tables: schemas and names of the tables that are wanted.
         oids: of those that are known: a table that is renamed stays the same.
+        partitioned: those that have partitions.
         money_digits: how many digits a `money` has after the point.
 
     Attributes:
@@ -241,17 +243,20 @@ class Decoder:
         self,
         tables: Collection[tuple[str, str]],
         oids: Mapping[int, tuple[str, str]] = {},
+        partitioned: Collection[tuple[str, str]] = (),
         money_digits: int = 2,
     ) -> None:
         self.relations: dict[int, Relation] = {}
         self.partitions: dict[int, tuple[str, str]] = {}
         self._tables = frozenset(tables)
         self._oids = oids
+        self._partitioned = frozenset(partitioned)
         self._converters: dict[int, Convert] = {
             **_CONVERTERS,
             _MONEY: partial(_money, money_digits),
         }
-        self._described: Described | None = None
+        self._parent: Described | None = None
+        """The partitioned table that was described last: its partition may follow."""
 
     def decode(self, data: bytes, at: int = 0) -> Event | None:
         """Decode a message; return None if nothing follows from it.
@@ -265,13 +270,19 @@ class Decoder:
         try:
             kind = data[at]
             if kind == 73:  # I
+                self._parent = None
                 relation = self.relations[int.from_bytes(data[at + 1 : at + 5], "big")]
                 return self._insert(relation, data, at + 5) if relation.wanted else None
-            if kind != 82:  # R
-                self._described = None
+            if kind not in b"RY":
+                self._parent = None
             return _DECODERS[kind](self, data, at + 1)
         except (LookupError, ValueError, struct.error) as error:
             raise _malformed(data, at, error) from error
+
+    def skip(self, data: bytes, at: int) -> None:
+        """Pass over a message that describes no table."""
+        if data[at : at + 1] != b"Y":
+            self._parent = None
 
     def _insert(self, relation: Relation, data: bytes, at: int) -> Change:
         _expect(data[at] == _NEW, "a new row")
@@ -313,7 +324,7 @@ class Decoder:
         _expect(at + 4 * count == len(data), "its end")
         oids = struct.unpack_from(f">{count}I", data, at)
         tables = [self.relations[oid] for oid in oids]
-        for oid in oids:  # another published table, described after a wanted one
+        for oid in oids:  # another published table, described after a partitioned one
             self.partitions.pop(oid, None)
         return tuple(
             Change(relation.schema, relation.table, "truncate")
@@ -343,13 +354,15 @@ class Decoder:
         wanted = place in self._tables
         self.relations[oid] = Relation(*place, columns, key, wanted)
         found = Identity(full, frozenset(key))
-        before, self._described = self._described, None
+        parent, self._parent = self._parent, None
         if wanted:
-            self._described = Described(*place, found)
-        elif before is not None:  # the partition whose rows follow
-            self.partitions[oid] = before.schema, before.table
-            return structs.replace(before, identity=before.identity.of_partition(found))
-        return self._described
+            described = Described(*place, found)
+            self._parent = described if place in self._partitioned else None
+            return described
+        if parent is not None:  # the partition whose rows follow
+            self.partitions[oid] = parent.schema, parent.table
+            return structs.replace(parent, identity=parent.identity.of_partition(found))
+        return None
 
     def _begin(self, data: bytes, at: int) -> Begin:
         _expect(at + _BEGIN.size == len(data), "its end")

@@ -14,7 +14,14 @@ import msgspec
 from msgspec import Raw, Struct, structs
 
 from txbroker.relay.capture.changes import CapturedTable, CaptureMapping
-from txbroker.relay.capture.pg.facts import Facts, Table, name_of, wanted_operations
+from txbroker.relay.capture.pg.facts import (
+    Facts,
+    Member,
+    Table,
+    is_later,
+    name_of,
+    wanted_operations,
+)
 from txbroker.relay.capture.setup import Gap
 
 
@@ -179,11 +186,7 @@ def _unseen_of_table(
             f"{name} has another primary key ({', '.join(wanted.key)} instead of "
             f"{', '.join(before.key)}), and records of the old keys stay as they are"
         )
-    moved = [
-        each.name
-        for each in table.members
-        if before.placed.get(each.oid, each.placed) != each.placed
-    ]
+    moved = [each.name for each in table.members if _has_moved(each, before)]
     if moved:
         yield _partitions(wanted, f"{', '.join(moved)} was detached and attached again")
     gone = len(before.members.keys() - now.members.keys())
@@ -195,7 +198,7 @@ def _unseen_of_table(
         if each.attached and before.members.get(each.oid, -1) < 0
     ]
     if attached and "insert" in wanted.operations:
-        yield _partitions(wanted, f"{', '.join(attached)} was attached with rows")
+        yield _partitions(wanted, f"{', '.join(attached)} was attached and has rows")
     rewritten = any(
         storage > 0 and storage != now.members.get(oid, storage)
         for oid, storage in before.members.items()
@@ -208,6 +211,14 @@ def _unseen_of_table(
             "new values",
             "fill them in, then run with --on-gap skip",
         )
+
+
+def _has_moved(member: Member, before: CatalogTable) -> bool:
+    """Return whether a partition was another place's, or none, since."""
+    shown = -before.members.get(member.oid, 0)
+    if shown > 0:  # a partition then, with a place that was not younger
+        return not member.created and is_later(member.placed, shown)
+    return before.placed.get(member.oid, member.placed) != member.placed
 
 
 def _partitions(wanted: CapturedTable, problem: str) -> Gap:
