@@ -376,11 +376,18 @@ async def test_a_partition_that_is_not_visible_yet_does_not_stop_it(pg: PgWorld)
         await read_until(source, 9)
 
 
-async def test_a_new_partition_that_was_detached_meanwhile_stops_it(pg: PgWorld) -> None:
+@pytest.mark.parametrize("running", [True, False])
+async def test_a_new_partition_that_was_detached_meanwhile_stops_it(
+    pg: PgWorld, running: bool
+) -> None:
     """It is empty when a check first sees it, and its row was deleted unseen."""
     pg.execute(*SETUP)
     pg.mapping.tables = (PARTED,)
     source = await pg.started()
+    pg.execute("INSERT INTO orders VALUES (7, 'moves the position')")
+    position = (await read(source, empty=True)).position
+    if not running:
+        await source.close()
     pg.execute(
         *ADD_PART,
         "ALTER TABLE parted DETACH PARTITION parted_4",
@@ -390,6 +397,21 @@ async def test_a_new_partition_that_was_detached_meanwhile_stops_it(pg: PgWorld)
         "INSERT INTO parted VALUES (2, 'd')",
     )
     with pytest.raises(ConfigurationError, match="parted_4 was detached and attached again"):
+        await read_on(pg, source, b"" if running else position)
+
+
+async def test_a_partition_that_was_empty_when_it_was_attached_may_have_rows(pg: PgWorld) -> None:
+    pg.execute(*SETUP)
+    pg.mapping.tables = (PARTED,)
+    source = await pg.started()
+    pg.execute("CREATE TABLE later (LIKE parted INCLUDING ALL)", ATTACH.format("later"))
+    await checked(source)
+    for number in (21, 22):
+        pg.execute(f"INSERT INTO parted VALUES ({number}, 'c')")
+        assert changes(await take(source)) == [("insert", number, "c")]
+        await checked(source)
+    pg.execute("DROP TABLE later", "INSERT INTO parted VALUES (2, 'd')")
+    with pytest.raises(ConfigurationError, match="1 of its partitions were dropped"):
         await read_on(pg, source, b"")
 
 

@@ -63,8 +63,9 @@ class CatalogTable(Struct, frozen=True, array_like=True):
         oid: of the table.
         published: of its entry in the publication.
         attributes: a checksum of what altered its columns.
-        members: the oids of the table and its partitions, each with its storage; if only the
-            stream has shown a partition, with its transaction there, negative.
+        members: the oids of the table and its partitions, each with its storage; 0 if the
+            partition was attached and is empty; if only the stream has shown it, or has shown it
+            before it was attached, the transaction there, negative.
         placed: the oids of partitions, each with the transaction that made it one.
         key: of its records.
     """
@@ -109,13 +110,15 @@ def catalog_of(facts: Facts, mapping: CaptureMapping, before: Catalog | None = N
     tables = {}
     for wanted in mapping.tables:
         table = facts.tables[wanted.schema, wanted.table]
+        known = before.tables.get(f"{wanted.schema}.{wanted.table}") if before else None
+        earlier = known.members if known else {}
         tables[f"{wanted.schema}.{wanted.table}"] = CatalogTable(
             table.oid,
             publication.tables[wanted.schema, wanted.table].oid,
             crc32(table.attributes.encode()),
             {
-                **_not_visible(before, f"{wanted.schema}.{wanted.table}", facts),
-                **{each.oid: each.storage for each in table.members},
+                **{oid: xid for oid, xid in earlier.items() if _is_to_come(xid, facts)},
+                **{each.oid: _storage(each, earlier) for each in table.members},
             },
             {each.oid: each.placed for each in table.members},
             wanted.key,
@@ -133,17 +136,21 @@ def with_partitions(catalog: Catalog, shown: Mapping[int, tuple[str, int]]) -> C
     tables = dict(catalog.tables)
     for oid, (name, xid) in shown.items():
         table = tables[name]
-        tables[name] = structs.replace(table, members={oid: -xid, **table.members})
+        attached = not table.members.get(oid, 1) and is_later(table.placed[oid], xid)
+        if attached or oid not in table.members:
+            tables[name] = structs.replace(table, members={**table.members, oid: -xid})
     return structs.replace(catalog, tables=tables)
 
 
-def _not_visible(before: Catalog | None, name: str, facts: Facts) -> dict[int, int]:
-    """Return partitions that the stream has shown and the catalogs cannot show yet."""
-    table = before.tables.get(name) if before is not None else None
-    members = table.members if table is not None else {}
-    return {
-        oid: shown for oid, shown in members.items() if shown < 0 and not facts.server.shows(-shown)
-    }
+def _is_to_come(shown: int, facts: Facts) -> bool:
+    """Return whether the stream has shown a partition that the catalogs cannot show yet."""
+    return shown < 0 and not facts.server.shows(-shown)
+
+
+def _storage(member: Member, earlier: Mapping[int, int]) -> int:
+    """Return the storage of a member, 0 of an attached one that is empty since it is known."""
+    empty = not (member.created or member.attached or earlier.get(member.oid, 0))
+    return 0 if empty else member.storage
 
 
 def unseen(before: Catalog | None, facts: Facts, mapping: CaptureMapping) -> Iterator[str | Gap]:
