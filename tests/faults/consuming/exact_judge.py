@@ -334,12 +334,18 @@ class ExactJudge:
     def _innocent(self) -> Iterator[Violation]:
         asks = {source: instructions(record).keys() for source, record in self._records.items()}
         innocent = {source for source, names in asks.items() if not FAILS & names}
-        for each in self._outcome.tries:
+        ended = set[Source]()
+        for each in sorted(self._outcome.tries, key=lambda each: each.begin):
+            # A call that a fault has ended is an attempt, not a failure; after one that a process
+            # did not survive, the next may come late.
+            excused = each.source in ended or any(
+                fault.begin <= each.begin <= fault.end + EXCUSED_S for fault in self._outcome.faults
+            )
+            if not each.result:
+                ended.add(each.source)
             if each.source not in innocent or each.attempt == 1 or self._outcome.batches:
                 continue
-            if not any(  # a call that a fault has ended is an attempt, not a failure
-                fault.begin <= each.begin <= fault.end + EXCUSED_S for fault in self._outcome.faults
-            ):
+            if not excused:
                 why = f"{each.instance} begins attempt {each.attempt}"
                 yield Violation("E8", text(each.source), why)
         for source, kept in self._outcome.kept.items():

@@ -191,6 +191,12 @@ def cut_off(run: Run) -> None:
     run.faults.append(Fault("cut off", "c1", 1.0, 2.0))
 
 
+def killed_long_before(run: Run) -> None:
+    """Its process ended in the first call, and the next one is late."""
+    run.tries[3:3] = [replace(run.tries[3], begin=run.tries[3].begin - 0.5, result="")]
+    run.tries[4] = replace(run.tries[4], attempt=2)
+
+
 def good_in_time(run: Run) -> None:
     run.records[5] = record("orders", 5, at=4.5)
 
@@ -199,7 +205,7 @@ def good_in_time(run: Run) -> None:
     "happens",
     [
         *(nothing, done_rows, retried, dead, dead_in_a_stage, repeated_stage, handed_over),
-        *(called_often, divided, cut_off, good_in_time),
+        *(called_often, divided, cut_off, killed_long_before, good_in_time),
     ],
 )
 def test_sound_run(happens: Callable[[Run], None]) -> None:
