@@ -342,6 +342,31 @@ async def _not_compared(source: Any, position: bytes) -> None:
     await source.resume(position)
 
 
+async def test_statements_may_have_variables_that_are_not_known(maria: MariaWorld) -> None:
+    """As those of ALTER in two phases; from MariaDB 11.3 on, others have some, too."""
+    source = await maria.started()
+    maria.execute(
+        "SET SESSION binlog_alter_two_phase = 1",
+        "ALTER TABLE orders ADD colour TEXT FIRST",
+        "INSERT INTO orders VALUES ('red', 1, 'a')",
+    )
+    taken = await read_until(source, 1)
+    assert taken.values[0]["after"] == {"colour": "red", "id": 1, "item": "a"}
+
+
+async def test_log_that_was_reset_is_noticed_by_another_domain(maria: MariaWorld) -> None:
+    """The last transaction was the first of its domain."""
+    source = await maria.started()
+    maria.admin("SET gtid_domain_id = 7", "INSERT INTO orders VALUES (1, 'a')")
+    position = (await read(source)).position
+    domains = json.loads(position)["gtids"].split(",")
+    maria.admin("RESET MASTER", "SET gtid_domain_id = 7", "INSERT INTO orders VALUES (2, 'b')")
+    for n in range(int(domains[0].split("-")[2])):
+        maria.execute(f"INSERT INTO orders VALUES ({n + 10}, 'b')")
+    with pytest.raises(ConfigurationError, match=r"does not know the position.*was reset"):
+        await read_until(await maria.source(position), 99)
+
+
 @pytest.mark.parametrize("later_s", [0, 1])
 async def test_log_that_was_reset_stops_the_capture(maria: MariaWorld, later_s: int) -> None:
     """Its GTIDs begin again, and pass the position."""

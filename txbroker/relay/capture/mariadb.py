@@ -31,6 +31,7 @@ from txbroker.relay.capture.maria.binlog import (
     Binlog,
     ChangesLost,
     Committed,
+    Interrupted,
     NotCompared,
     Place,
     Position,
@@ -48,6 +49,10 @@ PIECE_BYTES = 1 << 20
 _WAITING_BYTES_MAX = 16 << 20
 """Of messages that wait for Kafka. As Python objects they take up to three times as much."""
 _END_S = 1.0
+_CRASHED = (
+    "the server rolled it back: PURGE BINARY LOGS TO the file after it, and start again, by which "
+    "nothing is lost"
+)
 _GTID = re.compile(r"\d+-\d+-\d+")
 _MESSAGE_BYTES = 300
 """Of a message beside its key and value."""
@@ -71,9 +76,7 @@ class _Reader:
     Args:
         inspect: called after the definition of a captured table may have changed, returns the facts
             of the server; raises if the capture cannot go on.
-        lost: called with the error where changes are lost; raises it, or has the next reader skip
-            them.
-        uncompared: called where the next reader is to begin without a comparison.
+        failed: called with what ended the thread, returns the error to raise.
     """
 
     def __init__(
@@ -81,20 +84,20 @@ class _Reader:
         binlog: Binlog,
         conversion: Conversion,
         inspect: Callable[[], mariadb_setup.Facts],
-        lost: Callable[[ChangesLost], None],
-        uncompared: Callable[[], None],
+        failed: Callable[[Exception], Exception],
     ) -> None:
         self._binlog = binlog
         self._conversion = conversion
         self._inspect = inspect
-        self._lost = lost
-        self._uncompared = uncompared
+        self._failed = failed
         self._loop = asyncio.get_running_loop()
         self._pieces: deque[_Piece] = deque()
         self._size = 0
         self._changed = threading.Condition()
         self._closed = False
         self._failure: Exception | None = None
+        self._skipped: Committed | None = None
+        """The last transaction without messages, if it is the last one."""
         self._arrived = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="txbroker-binlog", daemon=True)
         self._thread.start()
@@ -105,13 +108,8 @@ class _Reader:
         Raises: what ended the thread, once all pieces are taken.
         """
         while not self._pieces:
-            if isinstance(self._failure, ChangesLost):
-                self._lost(self._failure)
-                raise DatabaseUnavailable(str(self._failure)) from self._failure
-            if isinstance(self._failure, NotCompared):
-                self._uncompared()
             if self._failure is not None:
-                raise self._failure
+                raise self._failed(self._failure)
             await self._arrived.wait()
             self._arrived.clear()
 
@@ -142,6 +140,7 @@ class _Reader:
         try:
             self._read()
         except Exception as error:
+            self._put_skipped()  # the next reader begins there
             self._failure = error
         finally:
             self._binlog.close()
@@ -153,7 +152,6 @@ class _Reader:
         begun = False
         info: TransactionInfo | None = None
         last_s = time.monotonic()
-        skipped: Committed | None = None
         for event in self._binlog.read():
             if isinstance(event, Change | Gap):
                 assert info is not None
@@ -162,27 +160,28 @@ class _Reader:
                     size += _MESSAGE_BYTES + len(message.key or b"") + len(message.value or b"")
                 number += 1
                 if size >= PIECE_BYTES:
+                    self._put_skipped()
                     self._put(_Piece(messages, size, None))
-                    messages, size, begun, skipped = [], 0, True, None
+                    messages, size, begun = [], 0, True
             elif isinstance(event, TransactionInfo):
                 info, number, begun = event, 0, False
             elif isinstance(event, Committed):
                 if messages or begun:
                     self._put(_Piece(messages, size, event))
-                    messages, size, skipped, last_s = [], 0, None, time.monotonic()
+                    messages, size, self._skipped, last_s = [], 0, None, time.monotonic()
                 else:
-                    skipped = event
+                    self._skipped = event
             elif isinstance(event, TablesChanged):
                 self._binlog.facts = self._inspect()
             # Between transactions, where nothing wanted changes: the position must move on, before
             # the server purges its log.
             if (
-                skipped is not None
+                self._skipped is not None
                 and isinstance(event, Committed | Alive)
                 and time.monotonic() - last_s >= HEARTBEAT_S
             ):
-                self._put(_Piece([], 0, skipped))
-                skipped, last_s = None, time.monotonic()
+                self._put_skipped()
+                last_s = time.monotonic()
             if self._closed:
                 return
 
@@ -193,6 +192,12 @@ class _Reader:
             return self._conversion.messages(info, number, event)
         except ConfigurationError as error:
             raise self._binlog.lost(error) if isinstance(event, Gap) else error from None
+
+    def _put_skipped(self) -> None:
+        """Let the position move on to the last transaction, if that has no messages."""
+        if self._skipped is not None:
+            self._put(_Piece([], 0, self._skipped))
+            self._skipped = None
 
     def _put(self, piece: _Piece) -> None:
         with self._changed:
@@ -263,6 +268,9 @@ class MariadbSource:
         """The last transaction was purged, so that it cannot be compared."""
         self._gap = ""
         """Why changes are to be skipped."""
+        self._compares = False
+        self._interrupted: Place | None = None
+        """Where the connection was lost last."""
         self._reader: _Reader | None = None
         self._place: Place | None = None
 
@@ -286,18 +294,19 @@ class MariadbSource:
         try:
             check_position(database.name, start.gtids, facts.settings["gtid_binlog_state"])
         except ChangesLost as error:
-            self._lost(error)
+            failure = self._failed(error)
+            if failure is error:
+                raise
         if self._gap:
             start = Position(facts.settings["gtid_binlog_pos"])
             log.warning("capture skips a gap", capture=mapping.name, gap=self._gap)
         elif self._uncompared:
             start = Position(start.gtids)
+        self._compares = bool(start.before)
         self._gap, self._uncompared = "", False
         self.conversion.begin(steps)
         binlog = Binlog(database, mapping.tables, facts, start, self.conversion.skips)
-        self._reader = _Reader(
-            binlog, self.conversion, self._inspect, self._lost, self._not_compared
-        )
+        self._reader = _Reader(binlog, self.conversion, self._inspect, self._failed)
 
     def _inspect(self) -> mariadb_setup.Facts:
         """Look at the server again; blocks.
@@ -312,13 +321,21 @@ class MariadbSource:
             raise ConfigurationError(f"{self._database.name}: {'; '.join(problems)}")
         return facts
 
-    def _not_compared(self) -> None:
-        self._uncompared = True
-
-    def _lost(self, error: ChangesLost) -> None:
-        if not self._skips_gaps:
-            raise error
-        self._gap = str(error)
+    def _failed(self, error: Exception) -> Exception:
+        """Return the error to raise for one of a reader, and note what the next one does."""
+        if isinstance(error, Interrupted) and not error.moved:
+            # After a crash the server begins with the next file, if it need not show the last
+            # transaction again, which was compared now.
+            before, self._interrupted = self._interrupted, error.place
+            self._uncompared = error.crashed or before == error.place
+            if error.crashed and not self._compares:
+                return self._failed(ChangesLost(self._database.name, f"{error}: {_CRASHED}"))
+        elif isinstance(error, NotCompared):
+            self._uncompared = True
+        elif isinstance(error, ChangesLost) and self._skips_gaps:
+            self._gap = str(error)
+            return DatabaseUnavailable(str(error))
+        return error
 
     async def next(self) -> Delivery:
         """Wait for committed transactions."""

@@ -30,6 +30,7 @@ from pymysqlreplication.event import (
     RotateEvent,
     XidEvent,
 )
+from pymysqlreplication.exceptions import StatusVariableMismatch
 from pymysqlreplication.row_event import (
     DeleteRowsEvent,
     RowsEvent,
@@ -82,6 +83,21 @@ _OPERATIONS: Mapping[type, Operation] = {
     DeleteRowsEvent: "delete",
 }
 _OF_STATEMENTS = (TableMapEvent, QueryEvent, ExecuteLoadQueryEvent, *_OPERATIONS)
+
+
+def _pass_over_variables(self: Any, key: int) -> None:
+    """Read a variable of a statement, or pass over the rest if it is not known: newer servers
+    write more, behind those that are read here."""
+    if not hasattr(self, "_variables_end"):
+        self._variables_end = self.packet.read_bytes - 1 + self.status_vars_length
+    try:
+        _read_variable(self, key)
+    except StatusVariableMismatch:
+        self.packet.read(self._variables_end - self.packet.read_bytes)
+
+
+_read_variable = QueryEvent._read_status_vars_value_for_key
+QueryEvent._read_status_vars_value_for_key = _pass_over_variables
 # It warns of each connection that it loses.
 logging.getLogger("pymysqlreplication").setLevel(logging.ERROR)
 
@@ -106,6 +122,9 @@ class Place(NamedTuple):
     file: str
     offset: int
 
+    def __str__(self) -> str:
+        return f"{self.file}:{self.offset}"
+
     def bytes_to(self, end: Place, file_bytes: int) -> int:
         """Return the bytes up to another place, about.
 
@@ -116,6 +135,22 @@ class Place(NamedTuple):
         return max(0, files * file_bytes + end.offset - self.offset)
 
 
+class Interrupted(DatabaseUnavailable):
+    """A transaction was not read to its end.
+
+    Attributes:
+        place: after its GTID.
+        crashed: it has none: the server crashed while it wrote it, and rolled it back.
+        moved: another one was read before it.
+    """
+
+    def __init__(self, name: str, cause: str, place: Place, *, crashed: bool, moved: bool) -> None:
+        super().__init__(f"{name}: {cause}, in the transaction at {place} of the binary log")
+        self.place = place
+        self.crashed = crashed
+        self.moved = moved
+
+
 class Position(Struct, frozen=True, omit_defaults=True):
     """Where a capture goes on, as JSON in Kafka.
 
@@ -124,7 +159,7 @@ class Position(Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         gtids: of every domain, after the last transaction.
-        before: the same before it; "": it was the first of its domain.
+        before: the same before it; "": it was the first of the log.
         last: its GTID.
         time_s: of its commit, by the server's clock; on a replica of its last statement.
         first_s: of its first statement on captured tables, which is that of its replicas, too; 0:
@@ -202,6 +237,9 @@ class Binlog:
         self._passing = False
         """The transaction is that one, and only compared."""
         self._skips, self._skipped = skips, False
+        self._open: Place | None = None
+        """After the GTID of the transaction that was not read to its end."""
+        self._moved = False
         start = position.before or position.gtids
         self._position = gtids(position.gtids)
         self._connections: list[Any] = []
@@ -255,8 +293,16 @@ class Binlog:
             if kind is HeartbeatLogEvent:
                 yield Alive()
                 continue
-            if kind is RotateEvent:
-                self._rotated()
+            if kind in (MariadbGtidEvent, RotateEvent):
+                if info is not None and not flags & _PREPARED_XA:
+                    raise self._interrupted("it has no end, as the server crashed", crashed=True)
+                if info is not None:
+                    yield from self._ended(info)
+                info = begun = self._open = None
+                if kind is RotateEvent:
+                    self._rotated()
+                else:
+                    flags, begun, self._open = event.flags, event, self._place()
                 continue
             if begun is not None:
                 info = self._begin(begun, event)
@@ -264,12 +310,7 @@ class Binlog:
                 if not self._passing:
                     yield info
                     self._skipped = self._skips(info.id)
-            if kind is MariadbGtidEvent:
-                if info is not None:  # the end of a prepared XA transaction
-                    yield from self._ended(info)
-                    info = None
-                flags, begun = event.flags, event
-            elif kind is TableMapEvent:
+            if kind is TableMapEvent:
                 self._describe(event)
             elif kind is NotImplementedEvent:
                 self._check_known(event)
@@ -277,7 +318,7 @@ class Binlog:
                 continue  # before the first transaction
             elif kind is XidEvent:
                 yield from self._ended(info)
-                info = None
+                info = self._open = None
             elif kind is ExecuteLoadQueryEvent:
                 if not (self._passing or self._skipped):
                     yield statement_gap(self._tables, "LOAD DATA")
@@ -288,7 +329,7 @@ class Binlog:
                     yield from self._statement(event, info)
                 if flags & _STANDALONE or _ends(event):
                     yield from self._ended(info)
-                    info = None
+                    info = self._open = None
             else:
                 if flags & _PREPARED_XA and not (self._passing or self._skipped):
                     self._refuse_xa(event, info)
@@ -303,7 +344,7 @@ class Binlog:
     def _connect(self, **options: Any) -> Any:
         """Open the stream's connection, then that for its questions; the third is a repetition."""
         if len(self._connections) == 2:
-            raise DatabaseUnavailable(f"{self._name}: the connection to the binary log was lost")
+            raise self._interrupted("the connection to the binary log was lost")
         connection = pymysql.connect(**{**self._options, **options})
         self._connections.append(connection)
         return connection
@@ -325,12 +366,21 @@ class Binlog:
         except pymysql.MySQLError as error:
             raise self._explained(error) from error
         except (OSError, struct.error) as error:
-            raise DatabaseUnavailable(f"{self._name}: {error}") from error
+            raise self._interrupted(str(error)) from error
         except Exception as error:
             raise self._unreadable(error) from error
         if event is None:
-            raise DatabaseUnavailable(f"{self._name}: the server has ended the binary log")
+            raise self._interrupted("the server has ended the binary log")
         return event
+
+    def _place(self) -> Place:
+        """Return the place after the last event that was read."""
+        return Place(self._stream.log_file or "", self._stream.log_pos or 0)
+
+    def _interrupted(self, cause: str, *, crashed: bool = False) -> DatabaseUnavailable:
+        if self._open is None:
+            return DatabaseUnavailable(f"{self._name}: {cause}")
+        return Interrupted(self._name, cause, self._open, crashed=crashed, moved=self._moved)
 
     def _unreadable(self, error: Exception) -> ChangesLost:
         after = ",".join(self._position.values()) or "the start"
@@ -347,7 +397,7 @@ class Binlog:
                 f"{self._name}: {text}: GRANT REPLICATION SLAVE ON *.* TO this user"
             )
         if number != _PURGED:
-            return DatabaseUnavailable(f"{self._name}: {text or error}")
+            return self._interrupted(text or str(error))
         if "purged" in text and self._compared is not None:
             return NotCompared(f"{self._name}: the last transaction is no longer in the log")
         if "purged" in text:
@@ -359,7 +409,10 @@ class Binlog:
             )
         if "not in the master's binlog" in text:
             return unknown_position(self._name, ",".join(self._position.values()))
-        return ConfigurationError(f"{self._name}: the server ends the binary log: {text}")
+        if "truncated" in text and self._open is not None:
+            return self._interrupted(text, crashed=True)
+        where = f"the server ends the binary log after {self._place()}"
+        return ChangesLost(self._name, f"{where}: {text}")
 
     def _rotated(self) -> None:
         """Forget all tables: a server that was restarted gives their numbers again."""
@@ -410,14 +463,13 @@ class Binlog:
             self._compare(info, self._compared)
             self._compared, self._passing = None, False
             return
-        domain = int(info.id.split("-")[0])
-        before = ",".join(self._position.values()) if domain in self._position else ""
-        self._position[domain] = info.id
+        self._moved = True
+        before = ",".join(self._position.values())
+        self._position[int(info.id.split("-")[0])] = info.id
         after = ",".join(self._position.values())
-        place = Place(self._stream.log_file, self._stream.log_pos)
         time_s, digest = info.time_ms // 1000, self._digest()
         position = Position(after, before, info.id, time_s, self._first_s, digest)
-        yield Committed(encode(position), place)
+        yield Committed(encode(position), self._place())
 
     def _check_order(self, gtid: str) -> None:
         """Refuse a number that was set by hand: the server may have it twice, and so no place."""

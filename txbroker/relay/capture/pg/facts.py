@@ -239,17 +239,6 @@ class Server(Struct, frozen=True):
     money_digits: int
     snapshot: str
 
-    def shows(self, xid: int) -> bool:
-        """Return whether a transaction is visible. A stream has it earlier: its commit may wait for
-        a synchronous standby.
-
-        Args:
-            xid: 32 bits.
-        """
-        _, end, running = self.snapshot.split(":")
-        begun = is_later(int(end), xid)
-        return begun and xid not in {int(each) % _XIDS for each in running.split(",") if each}
-
 
 class Facts(Struct, frozen=True):
     """The content of the catalogs at one moment."""
@@ -260,9 +249,17 @@ class Facts(Struct, frozen=True):
     tables: dict[tuple[str, str], Table]
 
 
-def is_later(xid: int, other: int) -> bool:
-    """Return whether a transaction has a later id than another; of both the last 32 bits count."""
-    return 0 < (xid - other) % _XIDS < _XIDS // 2
+def shows(snapshot: str, xid: int) -> bool:
+    """Return whether a snapshot shows a transaction that the stream has. The stream may be earlier:
+    a commit may wait for a synchronous standby.
+
+    Args:
+        snapshot: see `Server`.
+        xid: its last 32 bits.
+    """
+    _, end, running = snapshot.split(":")
+    begun = 0 < (int(end) - xid) % _XIDS < _XIDS // 2
+    return begun and xid not in {int(each) % _XIDS for each in running.split(",") if each}
 
 
 def name_of(mapping: CaptureMapping) -> str:

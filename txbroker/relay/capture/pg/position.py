@@ -18,8 +18,8 @@ from txbroker.relay.capture.pg.facts import (
     Facts,
     Member,
     Table,
-    is_later,
     name_of,
+    shows,
     wanted_operations,
 )
 from txbroker.relay.capture.setup import Gap
@@ -64,8 +64,8 @@ class CatalogTable(Struct, frozen=True, array_like=True):
         published: of its entry in the publication.
         attributes: a checksum of what altered its columns.
         members: the oids of the table and its partitions, each with its storage; 0 if the
-            partition was attached and is empty; if only the stream has shown it, or has shown it
-            before it was attached, the transaction there, negative.
+            partition was attached and is empty; if only the stream has shown it, or rows that it
+            lacked when it was seen, the transaction there, negative.
         placed: the oids of partitions, each with the transaction that made it one.
         key: of its records.
     """
@@ -86,12 +86,15 @@ class Catalog(Struct, frozen=True):
         altered: the transaction that altered its options last.
         operations: that the mapping wants: `apply` alters the publication for others.
         tables: by schema and name.
+        snapshot: which transactions these are the catalogs of, if a partition is empty; see
+            `Server`.
     """
 
     publication: int
     altered: int
     operations: list[str]
     tables: dict[str, CatalogTable]
+    snapshot: str = ""
 
 
 encode = msgspec.json.Encoder().encode
@@ -123,7 +126,14 @@ def catalog_of(facts: Facts, mapping: CaptureMapping, before: Catalog | None = N
             {each.oid: each.placed for each in table.members},
             wanted.key,
         )
-    return Catalog(publication.oid, publication.altered, sorted(wanted_operations(mapping)), tables)
+    empty = any(0 in table.members.values() for table in tables.values())
+    return Catalog(
+        publication.oid,
+        publication.altered,
+        sorted(wanted_operations(mapping)),
+        tables,
+        facts.server.snapshot if empty else "",
+    )
 
 
 def with_partitions(catalog: Catalog, shown: Mapping[int, tuple[str, int]]) -> Catalog:
@@ -136,15 +146,16 @@ def with_partitions(catalog: Catalog, shown: Mapping[int, tuple[str, int]]) -> C
     tables = dict(catalog.tables)
     for oid, (name, xid) in shown.items():
         table = tables[name]
-        attached = not table.members.get(oid, 1) and is_later(table.placed[oid], xid)
-        if attached or oid not in table.members:
+        # Rows from before it was seen are gone: it may have been another table meanwhile.
+        emptied = not table.members.get(oid, 1) and shows(catalog.snapshot, xid)
+        if emptied or oid not in table.members:
             tables[name] = structs.replace(table, members={**table.members, oid: -xid})
     return structs.replace(catalog, tables=tables)
 
 
 def _is_to_come(shown: int, facts: Facts) -> bool:
     """Return whether the stream has shown a partition that the catalogs cannot show yet."""
-    return shown < 0 and not facts.server.shows(-shown)
+    return shown < 0 and not shows(facts.server.snapshot, -shown)
 
 
 def _storage(member: Member, earlier: Mapping[int, int]) -> int:
@@ -193,19 +204,19 @@ def _unseen_of_table(
             f"{name} has another primary key ({', '.join(wanted.key)} instead of "
             f"{', '.join(before.key)}), and records of the old keys stay as they are"
         )
-    moved = [each.name for each in table.members if _has_moved(each, before)]
+    moved = [
+        each.name
+        for each in table.members
+        if before.placed.get(each.oid, each.placed) != each.placed
+    ]
     if moved:
         yield _partitions(wanted, f"{', '.join(moved)} was detached and attached again")
     gone = len(before.members.keys() - now.members.keys())
     if gone and wanted.operations & {"delete", "truncate"}:
         yield _partitions(wanted, f"{gone} of its partitions were dropped or detached")
-    attached = [
-        each.name
-        for each in table.members
-        if each.attached and before.members.get(each.oid, -1) < 0
-    ]
-    if attached and "insert" in wanted.operations:
-        yield _partitions(wanted, f"{', '.join(attached)} was attached and has rows")
+    attached = [each.name for each in table.members if _had_rows(each, before)]
+    if attached and wanted.operations & {"insert", "delete"}:
+        yield _partitions(wanted, f"{', '.join(attached)} was attached and has or had rows")
     rewritten = any(
         storage > 0 and storage != now.members.get(oid, storage)
         for oid, storage in before.members.items()
@@ -220,12 +231,13 @@ def _unseen_of_table(
         )
 
 
-def _has_moved(member: Member, before: CatalogTable) -> bool:
-    """Return whether a partition was another place's, or none, since."""
-    shown = -before.members.get(member.oid, 0)
-    if shown > 0:  # a partition then, with a place that was not younger
-        return not member.created and is_later(member.placed, shown)
-    return before.placed.get(member.oid, member.placed) != member.placed
+def _had_rows(member: Member, before: CatalogTable) -> bool:
+    """Return whether a partition that no check knew may have been attached with rows, or may have
+    had some before that the stream has shown."""
+    known = before.members.get(member.oid)
+    if known is None:
+        return member.attached
+    return known < 0 and not member.created
 
 
 def _partitions(wanted: CapturedTable, problem: str) -> Gap:
