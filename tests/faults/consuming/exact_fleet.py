@@ -106,14 +106,14 @@ class ExactFleet(Fleet):
         """Create the database, and start everything."""
         self._folder.mkdir(parents=True, exist_ok=True)
         if self.server is not None:
-            direct = await asyncio.to_thread(self.server.create_database)
+            direct = await self.answered(self.server.create_database)
             self.link = DatabaseLink(self.server.port, random.Random(self.group))
             await self.link.start()
             self._url = direct.replace(f":{self.server.port}/", f":{self.link.port}/")
             self.tables = Tables(self.case.store, direct)
             if self.case.store == POSTGRESQL:
                 admin = Tables(POSTGRESQL, self.server.admin_url)
-                await asyncio.to_thread(admin.run, f"GRANT pg_monitor TO {USER}")
+                await self.answered(admin.run, f"GRANT pg_monitor TO {USER}")
         elif self.case.store == SQLITE:
             self._url = str(self._folder / "results.db")
             self.tables = Tables(SQLITE, self._url)
