@@ -35,7 +35,11 @@ def create_topic(bootstrap: str, name: str, partitions: int = 1, **configs: str)
     admin = admin_of(bootstrap)
     config = {key.replace("_", "."): value for key, value in configs.items()}
     new = NewTopic(name, partitions, 1, config=config)
-    admin.create_topics([new])[name].result(ADMIN_TIMEOUT_S)
+    try:
+        admin.create_topics([new])[name].result(ADMIN_TIMEOUT_S)
+    except KafkaException as error:  # the answer of an earlier attempt may be lost
+        if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+            raise
     deadline = time.monotonic() + ADMIN_TIMEOUT_S
     # Created is decided by the controller; the broker hears of it a little later.
     while _exists(admin, name) is not True:

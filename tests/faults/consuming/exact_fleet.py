@@ -118,9 +118,9 @@ class ExactFleet(Fleet):
             self._url = str(self._folder / "results.db")
             self.tables = Tables(SQLITE, self._url)
         else:
-            await asyncio.to_thread(create_topic, self.bootstrap, self.output, PARTITIONS)
+            await self.answered(create_topic, self.bootstrap, self.output, PARTITIONS)
         if self.tables is not None:
-            await asyncio.to_thread(self.tables.create)
+            await self.answered(self.tables.create)
         await super().start()
 
     async def close(self) -> None:

@@ -155,7 +155,7 @@ class Fleet(Processes):
         """Create the topic, and start the instances and the load."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for topic in self.sources:
-            await asyncio.to_thread(create_topic, self.bootstrap, topic, PARTITIONS)
+            await self.answered(create_topic, self.bootstrap, topic, PARTITIONS)
         for slot in range(self.size):
             await self.launch(slot)
         self._tasks = [

@@ -108,19 +108,24 @@ class Tables:
         return sql.replace("?", self._mark)
 
     def create(self) -> None:
-        """Create the tables of effects: without any constraint that would refuse a second one."""
+        """Create the tables of effects, unless they exist: without any constraint that would refuse
+        a second one."""
         texts = {name: f"{name} VARCHAR(200)" for name in ("topic", "message_key", "lane")}
         columns = [texts.get(name, f"{name} BIGINT") for name in _COLUMNS.split(", ")[:-1]]
         with self.connection() as connection:
             execute(
                 connection,
-                f"CREATE TABLE effects (serial {_NUMBERED[self.kind]}, {', '.join(columns)}, "
-                "instance VARCHAR(20))",
+                f"CREATE TABLE IF NOT EXISTS effects (serial {_NUMBERED[self.kind]}, "
+                f"{', '.join(columns)}, instance VARCHAR(20))",
             )
-            execute(connection, "CREATE TABLE lanes (lane VARCHAR(200) PRIMARY KEY, number BIGINT)")
             execute(
                 connection,
-                "CREATE INDEX by_message ON effects (topic, partition_id, message_offset)",
+                "CREATE TABLE IF NOT EXISTS lanes (lane VARCHAR(200) PRIMARY KEY, number BIGINT)",
+            )
+            execute(
+                connection,
+                "CREATE INDEX IF NOT EXISTS by_message ON effects "
+                "(topic, partition_id, message_offset)",
             )
 
     @contextlib.contextmanager
