@@ -334,15 +334,13 @@ class ExactJudge:
     def _innocent(self) -> Iterator[Violation]:
         asks = {source: instructions(record).keys() for source, record in self._records.items()}
         innocent = {source for source, names in asks.items() if not FAILS & names}
-        ended = set[Source]()
+        struck = set[Source]()
         for each in sorted(self._outcome.tries, key=lambda each: each.begin):
-            # A call that a fault has ended is an attempt, not a failure; after one that a process
-            # did not survive, the next may come late.
-            excused = each.source in ended or any(
-                fault.begin <= each.begin <= fault.end + EXCUSED_S for fault in self._outcome.faults
-            )
-            if not each.result:
-                ended.add(each.source)
+            # A call that a fault has ended is an attempt, not a failure; the next may come late.
+            near = [f for f in self._outcome.faults if each.begin <= f.end + EXCUSED_S]
+            excused = each.source in struck or any(f.begin <= each.begin for f in near)
+            if not each.result or any(f.begin <= each.end for f in near):
+                struck.add(each.source)
             if each.source not in innocent or each.attempt == 1 or self._outcome.batches:
                 continue
             if not excused:

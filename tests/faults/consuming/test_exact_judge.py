@@ -197,6 +197,14 @@ def killed_long_before(run: Run) -> None:
     run.tries[4] = replace(run.tries[4], attempt=2)
 
 
+def stopped_long_before(run: Run) -> None:
+    """Its process was stopped in the first call, and the next one is late."""
+    call = run.tries[3]
+    run.tries[3:3] = [replace(call, begin=call.begin - 50, end=call.begin - 40)]
+    run.tries[4] = replace(call, attempt=2)
+    run.faults.append(Fault("stopped 9 s", "c1", call.begin - 49, call.begin - 40))
+
+
 def good_in_time(run: Run) -> None:
     run.records[5] = record("orders", 5, at=4.5)
 
@@ -205,7 +213,7 @@ def good_in_time(run: Run) -> None:
     "happens",
     [
         *(nothing, done_rows, retried, dead, dead_in_a_stage, repeated_stage, handed_over),
-        *(called_often, divided, cut_off, killed_long_before, good_in_time),
+        *(called_often, divided, cut_off, killed_long_before, stopped_long_before, good_in_time),
     ],
 )
 def test_sound_run(happens: Callable[[Run], None]) -> None:
