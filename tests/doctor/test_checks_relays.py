@@ -78,7 +78,7 @@ FAULTS: dict[str, tuple[Callable[[Relays], None], str, CheckLevel, str]] = {
         "relays-waiting", FAILS, "1 rows wait, the oldest for 3600 s",
     ),
     "refused row": (
-        lambda it: it.row(next_at=2**60, retries=1, cause="it is too large"),
+        lambda it: it.row(next_at=2**50, retries=1, cause="it is too large"),
         "relays-waiting", WARNING, "topic orders: it is too large",
     ),
     "old undecided row": (

@@ -207,10 +207,10 @@ async def test_cause_that_the_encoding_of_the_database_lacks(
 ) -> None:
     with closing(psycopg.connect(postgres_server.admin_url, autocommit=True)) as admin:
         admin.execute(
-            "CREATE DATABASE in_latin1 OWNER txbroker ENCODING 'LATIN1' LOCALE 'C' "
+            "CREATE DATABASE kept_in_latin1 OWNER txbroker ENCODING 'LATIN1' LOCALE 'C' "
             "TEMPLATE template0"
         )
-    shop = Shop(Postgres(postgres_server.url("in_latin1"), create_tables=True))
+    shop = Shop(Postgres(postgres_server.url("kept_in_latin1"), create_tables=True))
     booking = Booking(shop, **{"1": ValueError("preis 5 €")})
     headers = (("größe €", "€".encode()),)
     world.produce("a=1", "b=2", headers=headers)

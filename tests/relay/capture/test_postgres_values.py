@@ -12,6 +12,7 @@ import psycopg
 import pytest
 
 from tests.kit.database_servers import PostgresServer
+from tests.kit.until import unique
 from tests.relay.capture.deliveries import read
 from tests.relay.capture.pg_world import PgWorld, captured, take
 from txbroker.databases.database import DatabaseUnavailable
@@ -157,7 +158,7 @@ async def latin(postgres_server: PostgresServer) -> AsyncIterator[Callable[[str]
     worlds = []
 
     def create(encoding: str) -> PgWorld:
-        name = f"in_{encoding.lower()}"
+        name = unique(f"in_{encoding.lower()}").replace("-", "_")
         with closing(psycopg.connect(postgres_server.admin_url, autocommit=True)) as admin:
             admin.execute(
                 f"CREATE DATABASE {name} OWNER txbroker TEMPLATE template0 "
