@@ -16,6 +16,7 @@ from tests.kit.until import DEADLINE_S
 from tests.relay.capture.deliveries import read
 from tests.relay.capture.maria_world import BINLOG, MariaWorld
 from txbroker.databases.database import DatabaseUnavailable
+from txbroker.relay.capture.maria.binlog import ChangesLost, Interrupted, Place
 from txbroker.relay.capture.mariadb import MariadbSource
 
 HEADER_BYTES, SIZE_AT = 19, 9
@@ -92,3 +93,22 @@ async def test_a_transaction_without_an_end_is_passed_over(
     ]
     world.execute("INSERT INTO orders VALUES (4, 'more')")
     assert (await read(await world.source(after))).changes == [("insert", 4, "more")]
+
+
+@pytest.mark.parametrize("compared", [True, False])
+async def test_the_comparison_is_left_out_only_after_it_has_passed(
+    world: MariaWorld, compared: bool
+) -> None:
+    source = await world.started()
+
+    def failed(*, crashed: bool) -> Exception:
+        flags = {"crashed": crashed, "compared": compared, "moved": False}
+        return source._failed(Interrupted("MariaDB", "a cause", Place("binlog.000001", 4), **flags))
+
+    for _ in range(3):  # at one place
+        assert isinstance(failed(crashed=False), Interrupted)
+    assert source._uncompared == compared
+    error = failed(crashed=True)
+    assert source._uncompared == compared
+    assert isinstance(error, Interrupted if compared else ChangesLost)
+    assert ("PURGE BINARY LOGS TO the file after it" in str(error)) != compared

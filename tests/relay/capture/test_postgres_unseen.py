@@ -361,7 +361,7 @@ async def test_a_partition_that_is_not_visible_yet_does_not_stop_it(pg: PgWorld)
     pg.mapping.tables = (PARTED,)
     source = await pg.started()
     waits, reload = "ALTER SYSTEM SET synchronous_standby_names = '{}'", "SELECT pg_reload_conf()"
-    pg.admin(waits.format("nobody"), reload)
+    pg.admin(waits.format("absent"), reload)
     adding = asyncio.create_task(asyncio.to_thread(pg.execute, "; ".join(ADD_PART)))
     try:
         assert changes(await take(source)) == [("insert", 21, "c")]

@@ -33,11 +33,10 @@ ASLEEP = "1954046575, 1"
 CLUSTER = "(SELECT CAST(system_identifier AS text) FROM pg_control_system())"
 """Which PostgreSQL cluster this is; a dump does not take it along."""
 SHARDS_MAX = 16
-NUMBERS, NUMBER_MAX = (
-    ("retries", "check_attempts", "next_at", "created_at", "changed_at"),
-    2**53 - 1,
-)
-"""Columns with counts and times; the limit leaves room for sums."""
+NUMBERS = ("retries", "check_attempts", "next_at", "created_at", "changed_at")
+"""Columns with counts and times."""
+NUMBER_MAX = 2**53 - 1
+"""It leaves room for sums."""
 
 UNKNOWN, LOCAL_COMMIT, LOCAL_ROLLBACK = "UNKNOWN", "LOCAL_COMMIT", "LOCAL_ROLLBACK"
 GLOBAL_COMMIT, MESSAGE_ERROR = "GLOBAL_COMMIT", "MESSAGE_ERROR"

@@ -268,7 +268,6 @@ class MariadbSource:
         """The last transaction was purged, so that it cannot be compared."""
         self._gap = ""
         """Why changes are to be skipped."""
-        self._compares = False
         self._interrupted: Place | None = None
         """Where the connection was lost last."""
         self._reader: _Reader | None = None
@@ -302,7 +301,6 @@ class MariadbSource:
             log.warning("capture skips a gap", capture=mapping.name, gap=self._gap)
         elif self._uncompared:
             start = Position(start.gtids)
-        self._compares = bool(start.before)
         self._gap, self._uncompared = "", False
         self.conversion.begin(steps)
         binlog = Binlog(database, mapping.tables, facts, start, self.conversion.skips)
@@ -327,9 +325,10 @@ class MariadbSource:
             # After a crash the server begins with the next file, if it need not show the last
             # transaction again, which was compared now.
             before, self._interrupted = self._interrupted, error.place
-            self._uncompared = error.crashed or before == error.place
-            if error.crashed and not self._compares:
-                return self._failed(ChangesLost(self._database.name, f"{error}: {_CRASHED}"))
+            self._uncompared = error.compared and (error.crashed or before == error.place)
+            if error.crashed and not error.compared:
+                lost = ChangesLost(self._database.name, f"{error.problem}: {_CRASHED}")
+                return self._failed(lost)
         elif isinstance(error, NotCompared):
             self._uncompared = True
         elif isinstance(error, ChangesLost) and self._skips_gaps:

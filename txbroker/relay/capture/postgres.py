@@ -451,7 +451,7 @@ class _Reader:
         elsewhere: it is missing: this is another history.
         problem: why changes cannot be shown as the mapping wants them; "" if they can.
         altered: a table was described: it may have changed.
-        partitions: OIDs of partitions with rows in what was read, each with its table and
+        partitions: OIDs of partitions that the last transactions changed, each with its table and
             transaction.
     """
 

@@ -140,14 +140,20 @@ class Interrupted(DatabaseUnavailable):
 
     Attributes:
         place: after its GTID.
+        problem: the text without the database.
         crashed: it has none: the server crashed while it wrote it, and rolled it back.
-        moved: another one was read before it.
+        compared: the last transaction of the position was found before it.
+        moved: another one was read to its end before it.
     """
 
-    def __init__(self, name: str, cause: str, place: Place, *, crashed: bool, moved: bool) -> None:
-        super().__init__(f"{name}: {cause}, in the transaction at {place} of the binary log")
+    def __init__(
+        self, name: str, cause: str, place: Place, *, crashed: bool, compared: bool, moved: bool
+    ) -> None:
+        self.problem = f"the transaction at {place} of the binary log has no end: {cause}"
+        super().__init__(f"{name}: {self.problem}")
         self.place = place
         self.crashed = crashed
+        self.compared = compared
         self.moved = moved
 
 
@@ -239,7 +245,8 @@ class Binlog:
         self._skips, self._skipped = skips, False
         self._open: Place | None = None
         """After the GTID of the transaction that was not read to its end."""
-        self._moved = False
+        self._found = self._moved = False
+        """The last transaction of the position was found, and another one was read."""
         start = position.before or position.gtids
         self._position = gtids(position.gtids)
         self._connections: list[Any] = []
@@ -294,9 +301,9 @@ class Binlog:
                 yield Alive()
                 continue
             if kind in (MariadbGtidEvent, RotateEvent):
-                if info is not None and not flags & _PREPARED_XA:
-                    raise self._interrupted("it has no end, as the server crashed", crashed=True)
                 if info is not None:
+                    if not flags & _PREPARED_XA:
+                        raise self._interrupted("the server crashed", crashed=True)
                     yield from self._ended(info)
                 info = begun = self._open = None
                 if kind is RotateEvent:
@@ -318,7 +325,7 @@ class Binlog:
                 continue  # before the first transaction
             elif kind is XidEvent:
                 yield from self._ended(info)
-                info = self._open = None
+                info = None
             elif kind is ExecuteLoadQueryEvent:
                 if not (self._passing or self._skipped):
                     yield statement_gap(self._tables, "LOAD DATA")
@@ -329,7 +336,7 @@ class Binlog:
                     yield from self._statement(event, info)
                 if flags & _STANDALONE or _ends(event):
                     yield from self._ended(info)
-                    info = self._open = None
+                    info = None
             else:
                 if flags & _PREPARED_XA and not (self._passing or self._skipped):
                     self._refuse_xa(event, info)
@@ -380,7 +387,14 @@ class Binlog:
     def _interrupted(self, cause: str, *, crashed: bool = False) -> DatabaseUnavailable:
         if self._open is None:
             return DatabaseUnavailable(f"{self._name}: {cause}")
-        return Interrupted(self._name, cause, self._open, crashed=crashed, moved=self._moved)
+        return Interrupted(
+            self._name,
+            cause,
+            self._open,
+            crashed=crashed,
+            compared=self._found,
+            moved=self._moved,
+        )
 
     def _unreadable(self, error: Exception) -> ChangesLost:
         after = ",".join(self._position.values()) or "the start"
@@ -458,10 +472,11 @@ class Binlog:
 
     def _ended(self, info: TransactionInfo) -> Iterator[Committed]:
         """Yield the end of a transaction, unless it was only compared."""
+        self._open = None
         if self._passing:
             assert self._compared is not None
             self._compare(info, self._compared)
-            self._compared, self._passing = None, False
+            self._compared, self._passing, self._found = None, False, True
             return
         self._moved = True
         before = ",".join(self._position.values())

@@ -63,8 +63,8 @@ class CatalogTable(Struct, frozen=True, array_like=True):
         oid: of the table.
         published: of its entry in the publication.
         attributes: a checksum of what altered its columns.
-        members: the oids of the table and its partitions, each with its storage; 0 if the
-            partition was attached and is empty; if only the stream has shown it, or rows that it
+        members: the oids of the table and its partitions, each with its storage; 0 if it
+            has none, or was attached and is empty; if only the stream has shown it, or rows that it
             lacked when it was seen, the transaction there, negative.
         placed: the oids of partitions, each with the transaction that made it one.
         key: of its records.
