@@ -21,6 +21,13 @@ OTHER = "INSERT INTO other VALUES (2)"
 
 
 @pytest.fixture(scope="module")
+def server() -> Iterator[MariaServer]:
+    """A server whose log is whole: others reset and purge theirs."""
+    with MariaServer(**BINLOG) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def replica(server: MariaServer) -> Iterator[MariaServer]:
     """A replica of the server, which applies domains side by side."""
     settings = {**REPLICA, "slave_parallel_threads": 4, "slave_domain_parallel_threads": 2}

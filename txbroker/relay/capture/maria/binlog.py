@@ -149,7 +149,7 @@ class Interrupted(DatabaseUnavailable):
     def __init__(
         self, name: str, cause: str, place: Place, *, crashed: bool, compared: bool, moved: bool
     ) -> None:
-        self.problem = f"the transaction at {place} of the binary log has no end: {cause}"
+        self.problem = f"the transaction at {place} of the binary log was not read whole: {cause}"
         super().__init__(f"{name}: {self.problem}")
         self.place = place
         self.crashed = crashed
