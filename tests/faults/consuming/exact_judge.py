@@ -16,11 +16,10 @@ It imports nothing of txbroker, and reads tables by their documented columns.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 from tests.faults.consuming.judge import (
     Fault,
@@ -41,7 +40,7 @@ FAILS = frozenset(("reject", "fails_until", "flaky", "later_s", "session", "stag
 """What a message's value names if a handler is to fail."""
 EXCUSED_S = 15.0
 CALLS_MAX = 12
-"""Of a message by one owner, before it has failed once."""
+"""Of a message by one owner, one after the other, before it has failed once."""
 
 
 @dataclass(frozen=True)
@@ -320,16 +319,19 @@ class ExactJudge:
         for source, seen in sessions:
             if seen != sessions[0][1]:
                 yield Violation("E7", text(source), f"met {seen}, not {sessions[0][1]}")
-        calls: Counter[tuple[Any, ...]] = Counter(
-            (each.source, each.place, each.token, each.attempt) for each in self._outcome.tries
-        )
-        for (source, _place, token, _attempt), count in calls.items():
-            record = self._records.get(source)
-            if record is None or self._outcome.waits or count <= CALLS_MAX:
-                continue
-            if "session" in instructions(record):
-                why = f"called {count} times with token {token}, and has not failed"
-                yield Violation("E7", text(source), why)
+        calls: dict[tuple[Source, Place], tuple[tuple[int, int], int]] = {}
+        for each in sorted(self._outcome.tries, key=lambda each: each.begin):
+            at, what = (each.source, each.place), (each.token, each.attempt)
+            before, count = calls.get(at, (what, 0))
+            # A released key begins with the attempt that it began with before.
+            calls[at] = what, count + 1 if what == before else 1
+            if calls[at][1] == CALLS_MAX + 1 and not self._outcome.waits:
+                record = self._records.get(each.source)
+                if record is not None and "session" in instructions(record):
+                    why = (
+                        f"called {CALLS_MAX + 1} times with token {each.token}, and has not failed"
+                    )
+                    yield Violation("E7", text(each.source), why)
 
     def _innocent(self) -> Iterator[Violation]:
         asks = {source: instructions(record).keys() for source, record in self._records.items()}
