@@ -181,9 +181,13 @@ async def test_asynchronous_session(library: Library, place: Place, id: str) -> 
         Barrier(database).check(id)
 
 
-@pytest.mark.parametrize("library", [each for each in ASYNC if each.marks])
+OWN = _params({"postgresql": Library("postgresql", lambda place: place.database, _exec)})
+
+
+@pytest.mark.parametrize("library", [*(each for each in ASYNC if each.marks), *OWN])
 async def test_cancelled_statement(library: Library, place: Place, id: str) -> None:
-    """The caller sees the cancellation, not the loss of the connection that it causes."""
+    """The caller sees the cancellation, not the loss of the connection that it causes. Its
+    transaction ends with the session."""
     sql = f"UPDATE orders SET id = '{id}-later' WHERE id = '{id}'"
 
     def steps() -> Steps[None]:
@@ -199,6 +203,8 @@ async def test_cancelled_statement(library: Library, place: Place, id: str) -> N
         with pytest.raises(asyncio.CancelledError):
             await task
     await session.close()
+    others = "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    await until(lambda: not place.select(f"SELECT state {others}"))
 
 
 def test_limits_do_not_reach_the_pool(postgres_place: Place, id: str) -> None:

@@ -131,6 +131,8 @@ class EngineSession:
         self.dialect = dialect
         self.reusable = True
         self._driver: Any = None
+        self._detached: Any = None
+        """The connection that SQLAlchemy's pool gave; of an asynchronous driver, its adapter."""
         self._transaction: RootTransaction | None = None
         self._restorer: Restorer | None = None
         self._options: Mapping[str, Any] = {}
@@ -142,6 +144,7 @@ class EngineSession:
             ConfigurationError: the engine commits each statement.
         """
         self.connection.detach()
+        self._detached = self.connection.connection.dbapi_connection
         join_sqlalchemy(self.connection, database)
         self.connection.rollback()
         for sql in self.dialect.limited(lock_wait_s, idle_s):
@@ -242,7 +245,19 @@ class EngineSession:
 
     def close(self) -> None:
         """Close the connection."""
+        if self._is_lost():
+            with suppress(Exception):
+                self.connection.dialect.do_terminate(self._detached)
         self.connection.close()
+
+    def _is_lost(self) -> bool:
+        """Return whether SQLAlchemy has dropped the connection, as after a cancelled statement. One
+        without a pool stays open, and its transaction with it."""
+        if self._detached is None or self.connection.closed:
+            return False
+        if self.connection.invalidated:
+            return True
+        return self.connection.connection.dbapi_connection is not self._detached
 
     def _allow_commit(self) -> None:
         from sqlalchemy import event
@@ -307,4 +322,5 @@ class AsyncEngineSession:
 
     async def close(self) -> None:
         """Close the connection."""
+        await self.connection.run_sync(lambda _: self.plain.close())
         await self.connection.close()

@@ -181,8 +181,9 @@ async def test_an_open_transaction_keeps_the_slot_waiting(
     monkeypatch.setattr(Postgres, "open_async", impatient)
     with closing(psycopg.connect(pg.url)) as connection:
         connection.execute("INSERT INTO orders VALUES (1, 'open')")
-        with pytest.raises(DatabaseUnavailable, match="transactions that are open: end them"):
-            await pg.apply()
+        sentence = rf"such as process {connection.info.backend_pid} of user txbroker \(\): end them"
+        with pytest.raises(DatabaseUnavailable, match=sentence):
+            await postgres_setup.apply(pg.mapping, pg.database)
     assert len(await to_do(pg)) == 1, "the publication was created"
 
 

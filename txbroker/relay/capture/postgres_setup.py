@@ -16,6 +16,14 @@ from txbroker.relay.capture.pg.facts import Facts
 from txbroker.relay.capture.setup import Step, StepState, refusals
 
 _UNLIMITED = "-1"
+_OPEN = Query(
+    "SELECT CASE WHEN pid IS NULL THEN 'a prepared transaction' "
+    "ELSE concat('process ', pid, ' of user ', usename, ' (', application_name, ')') END "
+    "FROM pg_locks LEFT JOIN pg_stat_activity USING (pid) WHERE locktype = 'transactionid' "
+    "AND mode = 'ExclusiveLock' AND pid IS DISTINCT FROM pg_backend_pid() "
+    "ORDER BY xact_start LIMIT 1"
+)
+"""One of the open transactions that write; prepared ones have no process."""
 
 
 async def keys(
@@ -69,8 +77,10 @@ async def _taken(step: Step, database: Postgres, session: AsyncSession) -> Step:
         text = f"{database.name}: {step.text}: {' '.join(str(error).split())}"
         match database.dialect.fault(error):
             case Fault.BUSY:
+                holders = [str(name) for (name,) in (await session.execute(_OPEN)).rows]
                 raise DatabaseUnavailable(
-                    f"{text}: it waits for the transactions that are open: end them, or repeat the "
+                    f"{text}: it waits for open transactions, such as "
+                    f"{', '.join(holders) or 'one that has ended'}: end them, or repeat the "
                     "command later"
                 ) from error
             case Fault.DENIED:
