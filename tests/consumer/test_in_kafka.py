@@ -299,8 +299,8 @@ async def test_thousands_of_outputs_between_stuck_messages_are_stored(prices: Pr
 
     options = {"order": "none", "in_flight_max": 5000, "drain_s": 0.0}
     async with prices.running(handle, **options) as consumer:
-        await until(lambda: len(prices.prices) == 2500)
         await until(lambda: counted(consumer, "handled") == 2500)
+        assert len(prices.prices) == 2500
     stuck.set()
     async with prices.running(handle, **options):
         await prices.commits(5000)

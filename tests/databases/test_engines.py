@@ -78,6 +78,8 @@ ASYNC = _params(
         for driver, kind in ASYNC_DRIVERS.items()
     }
 )
+SERVERS = [each for each in ASYNC if each.marks]
+OWN = _params({"postgresql": Library("postgresql", lambda place: place.database, run)})
 
 
 @pytest.fixture
@@ -181,10 +183,7 @@ async def test_asynchronous_session(library: Library, place: Place, id: str) -> 
         Barrier(database).check(id)
 
 
-OWN = _params({"postgresql": Library("postgresql", lambda place: place.database, _exec)})
-
-
-@pytest.mark.parametrize("library", [*(each for each in ASYNC if each.marks), *OWN])
+@pytest.mark.parametrize("library", [*SERVERS, *OWN])
 async def test_cancelled_statement(library: Library, place: Place, id: str) -> None:
     """The caller sees the cancellation, not the loss of the connection that it causes. Its
     transaction ends with the session."""

@@ -130,9 +130,8 @@ class EngineSession:
         self.connection = connection
         self.dialect = dialect
         self.reusable = True
-        self._driver: Any = None
-        self._detached: Any = None
-        """The connection that SQLAlchemy's pool gave; of an asynchronous driver, its adapter."""
+        self._taken: Any = connection.connection.dbapi_connection
+        """The connection that the pool gave; of an asynchronous driver, its adapter."""
         self._transaction: RootTransaction | None = None
         self._restorer: Restorer | None = None
         self._options: Mapping[str, Any] = {}
@@ -144,12 +143,21 @@ class EngineSession:
             ConfigurationError: the engine commits each statement.
         """
         self.connection.detach()
-        self._detached = self.connection.connection.dbapi_connection
         join_sqlalchemy(self.connection, database)
         self.connection.rollback()
         for sql in self.dialect.limited(lock_wait_s, idle_s):
             self.execute(Query(sql))
-        self._driver = driver_connection(self.connection)
+
+    @property
+    def _driver(self) -> Any:
+        return getattr(self._taken, "driver_connection", self._taken)
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether SQLAlchemy has dropped the connection, as after a cancelled statement, and has
+        opened another one, or would."""
+        connection = self.connection
+        return connection.invalidated or connection.connection.dbapi_connection is not self._taken
 
     @property
     def in_transaction(self) -> bool:
@@ -216,7 +224,7 @@ class EngineSession:
         if transaction is not None:
             self._allow_commit()
             transaction.rollback()
-        if self.connection.invalidated or driver_connection(self.connection) is not self._driver:
+        if self._is_lost:
             raise DatabaseUnavailable("the connection of SQLAlchemy's session was lost")
         if transaction is not None:
             # After a refused commit, SQLAlchemy takes it for ended.
@@ -245,19 +253,13 @@ class EngineSession:
 
     def close(self) -> None:
         """Close the connection."""
-        if self._is_lost():
-            with suppress(Exception):
-                self.connection.dialect.do_terminate(self._detached)
-        self.connection.close()
-
-    def _is_lost(self) -> bool:
-        """Return whether SQLAlchemy has dropped the connection, as after a cancelled statement. One
-        without a pool stays open, and its transaction with it."""
-        if self._detached is None or self.connection.closed:
-            return False
-        if self.connection.invalidated:
-            return True
-        return self.connection.connection.dbapi_connection is not self._detached
+        try:
+            if not self.connection.closed and self._is_lost:
+                # SQLAlchemy only forgets one without a pool: its transaction would stay open.
+                with suppress(Exception):
+                    self.connection.dialect.do_terminate(self._taken)
+        finally:
+            self.connection.close()
 
     def _allow_commit(self) -> None:
         from sqlalchemy import event
@@ -323,4 +325,3 @@ class AsyncEngineSession:
     async def close(self) -> None:
         """Close the connection."""
         await self.connection.run_sync(lambda _: self.plain.close())
-        await self.connection.close()

@@ -152,6 +152,7 @@ class ExactJudge:
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
+        self._tries = sorted(outcome.tries, key=lambda each: each.begin)
         self._records = {(r.topic, r.partition, r.offset): r for r in outcome.records}
         self._positions = outcome.samples[-1].table if outcome.samples else {}
         self._effects: dict[Source, list[Effect]] = defaultdict(list)
@@ -320,24 +321,23 @@ class ExactJudge:
             if seen != sessions[0][1]:
                 yield Violation("E7", text(source), f"met {seen}, not {sessions[0][1]}")
         calls: dict[tuple[Source, Place], tuple[tuple[int, int], int]] = {}
-        for each in sorted(self._outcome.tries, key=lambda each: each.begin):
+        for each in self._tries:
             at, what = (each.source, each.place), (each.token, each.attempt)
             before, count = calls.get(at, (what, 0))
             # A released key begins with the attempt that it began with before.
             calls[at] = what, count + 1 if what == before else 1
-            if calls[at][1] == CALLS_MAX + 1 and not self._outcome.waits:
-                record = self._records.get(each.source)
-                if record is not None and "session" in instructions(record):
-                    why = (
-                        f"called {CALLS_MAX + 1} times with token {each.token}, and has not failed"
-                    )
-                    yield Violation("E7", text(each.source), why)
+            if calls[at][1] != CALLS_MAX + 1 or self._outcome.waits:
+                continue
+            record = self._records.get(each.source)
+            if record is not None and "session" in instructions(record):
+                why = f"called {CALLS_MAX + 1} times with token {each.token}, and has not failed"
+                yield Violation("E7", text(each.source), why)
 
     def _innocent(self) -> Iterator[Violation]:
         asks = {source: instructions(record).keys() for source, record in self._records.items()}
         innocent = {source for source, names in asks.items() if not FAILS & names}
         struck = set[Source]()
-        for each in sorted(self._outcome.tries, key=lambda each: each.begin):
+        for each in self._tries:
             # A call that a fault has ended is an attempt, not a failure; the next may come late.
             near = [f for f in self._outcome.faults if each.begin <= f.end + EXCUSED_S]
             excused = each.source in struck or any(f.begin <= each.begin for f in near)

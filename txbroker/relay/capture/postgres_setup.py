@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.dialect import Fault
@@ -77,11 +78,9 @@ async def _taken(step: Step, database: Postgres, session: AsyncSession) -> Step:
         text = f"{database.name}: {step.text}: {' '.join(str(error).split())}"
         match database.dialect.fault(error):
             case Fault.BUSY:
-                holders = [str(name) for (name,) in (await session.execute(_OPEN)).rows]
                 raise DatabaseUnavailable(
-                    f"{text}: it waits for open transactions, such as "
-                    f"{', '.join(holders) or 'one that has ended'}: end them, or repeat the "
-                    "command later"
+                    f"{text}: it waits for open transactions{await _example(session)}: end them, "
+                    "or repeat the command later"
                 ) from error
             case Fault.DENIED:
                 raise ConfigurationError(
@@ -89,6 +88,14 @@ async def _taken(step: Step, database: Postgres, session: AsyncSession) -> Step:
                 ) from error
         raise database.explain(error) from error
     return Step(StepState.DONE, step.text, step.sql)
+
+
+async def _example(session: AsyncSession) -> str:
+    """Return one of the open transactions, as a part of a sentence; "" if none is seen."""
+    with suppress(Exception):  # the first error is the one to raise
+        for (name,) in (await session.execute(_OPEN)).rows:
+            return f", such as {name}"
+    return ""
 
 
 # --- to apply --------------------------------------------------------------------------------
