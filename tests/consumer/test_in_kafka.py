@@ -82,7 +82,7 @@ async def test_failed_handler_sends_nothing(prices: Prices) -> None:
     prices.produce("a=again", "b=bad", "c=1")
     async with prices.running(handler) as consumer:
         await prices.commits(3)
-        assert counted(consumer, "dead") == 1
+        await until(lambda: counted(consumer, "dead") == 1)
     assert sorted(prices.prices) == ["1", "again"]
     assert prices.values("dead") == ["bad"]
 
@@ -276,7 +276,7 @@ async def test_outputs_wait_whose_messages_do_not_fit_into_the_position(
         await until(lambda: "other" in prices.prices)
         stored = list(prices.prices)
         assert len(stored) < 30
-        assert counted(consumer, "handled") == len(stored)
+        await until(lambda: counted(consumer, "handled") == len(stored))
         assert consumer.statistics().overflow > 0
         assert caplog.text.count("outputs wait") == 1
     for gate in gates:
@@ -317,7 +317,7 @@ async def test_stuck_message_that_succeeds_lets_outputs_go_on(
     caplog.set_level("INFO")
     async with prices.running(handler, in_flight_max=64, retry_interval_s=0.1) as consumer:
         await prices.commits(60)
-        assert counted(consumer, "handled") == 60
+        await until(lambda: counted(consumer, "handled") == 60)
         assert caplog.text.count("outputs go on") == caplog.text.count("outputs wait") > 0
     assert sorted(prices.prices, key=int) == [str(number) for number in range(60)]
 
