@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from txbroker.databases.dialect import MARIADB
-from txbroker.databases.restoring import Restorer
+from txbroker.databases.restoring.base import Restorer
 from txbroker.databases.steps import Query, Steps
 
 _INIT_DB, _QUERY, _RESET = 0x02, 0x03, 0x1F

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from txbroker.databases.restoring import Restorer
+from txbroker.databases.restoring.base import Restorer
 from txbroker.databases.steps import Query, Steps
 
 _SETTINGS = Query(

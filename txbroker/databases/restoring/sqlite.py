@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from inspect import isawaitable
 
-from txbroker.databases.restoring import Restorer
+from txbroker.databases.restoring.base import Restorer
 from txbroker.databases.steps import Query, Steps
 
 _CHANGES = {
