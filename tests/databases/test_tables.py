@@ -319,13 +319,13 @@ def test_dialects_use_no_percent_signs() -> None:
 
 def test_base_database_takes_any_driver(tmp_path: Path) -> None:
     place = sqlite_place(tmp_path)
-    database = Database(
-        lambda: connect_autocommit(place), place.dialect, style="qmark", name="mine"
-    )
+    database = Database(lambda: connect_autocommit(place), "sqlite", style="qmark", name="mine")
     database.create()
     assert Barrier(database).check("a") is Decision.ROLLBACK
     with pytest.raises(TxbrokerError, match="mine takes plain functions"):
         database_open_async(database)
+    with pytest.raises(ConfigurationError, match="no tables for 'oracle': use PostgreSQL"):
+        Database(lambda: None, "oracle", style="named", name="mine")
 
 
 def connect_autocommit(place: Place) -> Any:

@@ -10,7 +10,6 @@ from txbroker.databases.barrier import (
     TooLate,
 )
 from txbroker.databases.database import Database, DatabaseUnavailable
-from txbroker.databases.dialect import Dialect
 from txbroker.databases.django.database import from_django
 from txbroker.databases.inbox import Inbox
 from txbroker.databases.mariadb import MariaDB
@@ -25,7 +24,6 @@ __all__ = [
     "Barrier",
     "Database",
     "DatabaseUnavailable",
-    "Dialect",
     "Inbox",
     "MariaDB",
     "MariaDBBarrier",

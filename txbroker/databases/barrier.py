@@ -275,7 +275,7 @@ class SqliteBarrier(Barrier):
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", table):
             raise ConfigurationError(f"a table's name must be a plain word, not {table!r}")
         if callable(database):
-            super().__init__(Database(_opener(database), SQLITE, style="qmark", name="SQLite"))
+            super().__init__(Database(_opener(database), "sqlite", style="qmark", name="SQLite"))
             with self.database.explained(), closing(database()) as connection:
                 busy_timeout_s = connection.execute("PRAGMA busy_timeout").fetchone()[0] / 1000
         else:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from txbroker.databases.dialect import Dialect, Fault, original
+from txbroker.databases.dialect import Fault, dialect_named, original
 from txbroker.databases.sessions import (
     AsyncSession,
     DriverSession,
@@ -35,7 +35,7 @@ class Database:
 
     Args:
         connect: opens a DB-API connection that commits every statement (autocommit).
-        dialect: the kind of database.
+        dialect: `sqlite`, `postgresql` or `mariadb`.
         style: the driver's `paramstyle`.
         name: for messages, without a password.
         create_tables: create missing tables at the first use.
@@ -47,6 +47,9 @@ class Database:
         writers_max: how many transactions may write at the same time without waiting.
         prepared: the names of the sets of tables that were checked.
         file: of an SQLite database, once it is prepared.
+
+    Raises:
+        ConfigurationError: the dialect is another one.
     """
 
     plain = True
@@ -57,13 +60,13 @@ class Database:
     def __init__(
         self,
         connect: Callable[[], Any],
-        dialect: Dialect,
+        dialect: str,
         *,
         style: str,
         name: str,
         create_tables: bool = False,
     ) -> None:
-        self.dialect = dialect
+        self.dialect = dialect_named(dialect)
         self.name = name
         self.create_tables = create_tables
         self.prepared: set[str] = set()

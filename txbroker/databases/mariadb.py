@@ -6,7 +6,6 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from txbroker.databases.database import Database
-from txbroker.databases.dialect import MARIADB
 from txbroker.databases.sessions import refuse_control
 from txbroker.errors import ConfigurationError, needs
 
@@ -43,7 +42,7 @@ class MariaDB(Database):
 
         super().__init__(
             lambda: handler_connection(**given),
-            MARIADB,
+            "mariadb",
             style=_STYLE,
             name=f"MariaDB {given.get('database', '')}",
             create_tables=create_tables,

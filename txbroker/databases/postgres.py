@@ -76,7 +76,7 @@ class Postgres(Database):
 
         super().__init__(
             connect,
-            POSTGRESQL,
+            "postgresql",
             style=_STYLE,
             name=f"PostgreSQL {place.get('dbname', '')}",
             create_tables=create_tables,

@@ -14,7 +14,7 @@ from txbroker.databases.connections import (
     join_sqlalchemy,
 )
 from txbroker.databases.database import IDLE_S, LOCK_WAIT_S, Database, DatabaseUnavailable
-from txbroker.databases.dialect import SQLITE, Dialect, dialect_named
+from txbroker.databases.dialect import SQLITE, Dialect
 from txbroker.databases.restoring import Restorer, restorer
 from txbroker.databases.sessions import (
     driver_of,
@@ -62,7 +62,7 @@ class EngineDatabase(Database):
     def __init__(self, engine: Engine, create_tables: bool) -> None:
         super().__init__(
             engine.connect,
-            dialect_named(engine.dialect.name),
+            engine.dialect.name,
             style=engine.dialect.paramstyle,
             name=engine.url.render_as_string(hide_password=True),
             create_tables=create_tables,
@@ -90,7 +90,7 @@ class AsyncEngineDatabase(Database):
     def __init__(self, engine: AsyncEngine, create_tables: bool) -> None:
         super().__init__(
             engine.connect,
-            dialect_named(engine.dialect.name),
+            engine.dialect.name,
             style=engine.dialect.paramstyle,
             name=engine.url.render_as_string(hide_password=True),
             create_tables=create_tables,

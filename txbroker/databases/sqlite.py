@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from txbroker.databases.database import Database
-from txbroker.databases.dialect import SQLITE
 from txbroker.databases.sessions import refuse_control
 from txbroker.databases.tables import CONSUMING, TableSet
 from txbroker.errors import ConfigurationError
@@ -83,7 +82,7 @@ class SQLite(Database):
             )
 
         super().__init__(
-            connect, SQLITE, style="qmark", name=f"SQLite {file}", create_tables=create_tables
+            connect, "sqlite", style="qmark", name=f"SQLite {file}", create_tables=create_tables
         )
 
     def create(self, tables: TableSet = CONSUMING) -> None:

@@ -8,7 +8,6 @@ from txbroker.core.records import CheckReason, Decision, Message, State
 from txbroker.databases import (
     AlreadyRecorded,
     Barrier,
-    Dialect,
     MariaDBBarrier,
     PostgresBarrier,
     SqliteBarrier,
@@ -49,7 +48,6 @@ __all__ = [
     "CheckRequest",
     "Commit",
     "Decision",
-    "Dialect",
     "ForkedTransaction",
     "Limits",
     "LocalFunction",

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from txbroker.databases.database import IDLE_S, LOCK_WAIT_S, Database, DatabaseUnavailable
-from txbroker.databases.dialect import SQLITE, Dialect, dialect_named
+from txbroker.databases.dialect import SQLITE, Dialect
 from txbroker.databases.restoring import Restorer, restorer
 from txbroker.databases.sessions import (
     PlainSession,
@@ -42,15 +42,15 @@ class DjangoDatabase(Database):
     def __init__(self, alias: str) -> None:
         from django.db import connections
 
-        dialect = dialect_named(connections[alias].vendor)
+        vendor = connections[alias].vendor
         super().__init__(
             self._connect_apart,
-            dialect,
-            style="qmark" if dialect is SQLITE else _STYLE,
+            vendor,
+            style="qmark" if vendor == "sqlite" else _STYLE,
             name=f"Django's database {alias!r}",
         )
         self._alias = alias
-        self.writers_max = 1 if dialect is SQLITE else self.writers_max
+        self.writers_max = 1 if self.dialect is SQLITE else self.writers_max
 
     def _connect_apart(self) -> Any:
         """Return a connection of the driver: one of Django's belongs to a thread."""
