@@ -167,6 +167,10 @@ lint: $(VENV)/.dev ## Check style and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+.PHONY: check
+check: $(VENV)/.dev ## Check limits, words, links, docs and the public surface (10 seconds)
+	@$(PYTEST) -q tests/lint
+
 .PHONY: docs
 docs: $(VENV)/.dev ## Renew the reference pages, the dashboard, and schema and table of the chart's values, which code makes
 	@$(BIN)/python -m txbroker.proxy.reference

@@ -7,8 +7,6 @@ import importlib
 import inspect
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
@@ -17,6 +15,7 @@ import click
 import pytest
 
 from tests.kit.command_lines import parsed
+from tests.lint.package import ROOT, committed, name_of, nodes, tree
 from txbroker.cli.main import cli
 from txbroker.config.settings import Settings
 from txbroker.consumer.statistics import METRICS
@@ -25,7 +24,6 @@ from txbroker.kafka.door.pipelined_writer import _CAUSES as CAUSES
 from txbroker.proxy.observe.metrics import Metrics
 from txbroker.relay.metrics import METRICS as RELAY_METRICS
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "txbroker"
 ROOM = "txbroker.proxy.partition."
@@ -38,10 +36,6 @@ STANDS_FOR = {"KAFKA": "kafka:9092", "PROXY": "http://proxy:8470", "ID": "0" * 2
 CONSTANTS = {"HAND_OUT_MAX"}
 # Left out of a call: shell syntax, and an ellipsis.
 AFTER_CALL = {"|", "||", "&", "&&", ";", ">", ">>", "<", "…", "..."}
-
-
-def name_of(page: Path) -> str:
-    return str(page.relative_to(ROOT))
 
 
 # --- commands --------------------------------------------------------------------------------
@@ -216,15 +210,14 @@ def codes_of_causes() -> set[str]:
     for path in committed("txbroker/**/*.py", "checkers/*.py"):
         if "testing" in path.parts:
             continue
-        tree = ast.parse(path.read_text())
         constants = {
             target.id: node.value.value
-            for node in tree.body
+            for node in tree(path).body
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
             for target in node.targets
             if isinstance(target, ast.Name)
         }
-        for node in ast.walk(tree):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Cause" and node.args:
                 code = node.args[0]
                 if isinstance(code, ast.Constant):
@@ -251,8 +244,8 @@ def test_rocketmq_comparison_names_its_tests() -> None:
     _, _, *rows = [line for line in page.splitlines() if line.startswith("|")]
     named = [re.findall(r"`(test_\w+)`", row.rpartition(" | ")[2]) for row in rows]
     assert [row for row, tests in zip(rows, named, strict=True) if not tests] == []
-    tree = ast.parse((ROOT / "tests/e2e/test_better.py").read_text())
-    functions = [one.name for one in tree.body if isinstance(one, ast.AsyncFunctionDef)]
+    better = tree(ROOT / "tests/e2e/test_better.py")
+    functions = [one.name for one in better.body if isinstance(one, ast.AsyncFunctionDef)]
     there = [name for name in functions if name.startswith("test_")]
     assert sorted(name for tests in named for name in tests) == sorted(there)
     assert rows
@@ -262,7 +255,7 @@ def names_in(*patterns: str) -> set[str]:
     """Return the functions, classes and `Class.method`s that files define."""
     found = set()
     for path in committed(*patterns):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 found.add(node.name)
             elif isinstance(node, ast.ClassDef):
@@ -295,8 +288,8 @@ def test_files_named_in_design_exist() -> None:
 
 
 def test_drawing_of_owner_shows_its_parts() -> None:
-    tree = ast.parse((ROOT / "txbroker/proxy/partition/owner.py").read_text())
-    text = ast.get_docstring(tree) or ""
+    owner = ROOT / "txbroker/proxy/partition/owner.py"
+    text = ast.get_docstring(tree(owner)) or ""
     drawing = "\n".join(line for line in text.splitlines() if line.startswith("    "))
     drawn = set(re.findall(r"\b[A-Z][A-Za-z]+(?:\._?[a-z]+)?\b", drawing))
     assert sorted(drawn - names_in("txbroker/**/*.py", "checkers/*.py")) == []
@@ -304,12 +297,12 @@ def test_drawing_of_owner_shows_its_parts() -> None:
     shared = ("clock", "context", "pace", "visible")
     imported = {
         name.name
-        for node in tree.body
+        for node in tree(owner).body
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(ROOM)
         for name in node.names
         if (node.module or "").removeprefix(ROOM) not in shared
     }
-    called = {getattr(one.func, "id", "") for one in ast.walk(tree) if isinstance(one, ast.Call)}
+    called = {getattr(one.func, "id", "") for one in nodes(owner) if isinstance(one, ast.Call)}
     parts = {name for name in imported & called if name[0].isupper()}
     assert len(parts) > 7
     assert sorted(part for part in parts if not re.search(rf"\b{part}\b", text)) == []
@@ -363,7 +356,7 @@ def test_batching_page_lists_all_constants() -> None:
     there = {
         (target.id, path)
         for path in ABOUT_BATCHING
-        for node in ast.parse((ROOT / path).read_text()).body
+        for node in tree(ROOT / path).body
         if isinstance(node, ast.Assign)
         for target in node.targets
         if isinstance(target, ast.Name) and re.fullmatch(r"[A-Z][A-Z_]+", target.id)
@@ -414,18 +407,6 @@ def anchors(text: str) -> set[str]:
     return {heading.replace(" ", "-") for heading in plain} | set(named)
 
 
-def committed(*patterns: str) -> list[Path]:
-    """Return the files that git knows, or would after `git add`."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).exists()]
-
-
 def test_threat_table_names_existing_tests() -> None:
     page = (DOCS / "operate/security.md").read_text()
     section = page.partition("\n## Mechanism against each threat\n")[2].partition("\n## ")[0]
@@ -433,23 +414,12 @@ def test_threat_table_names_existing_tests() -> None:
     named = [re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", row.rpartition(" | ")[2]) for row in rows]
     assert [row for row, tests in zip(rows, named, strict=True) if not tests] == []
     for path, name in {one for tests in named for one in tests}:
-        tree = ast.parse((ROOT / "tests" / path).read_text())
         there = {
             one.name
-            for one in tree.body
+            for one in tree(ROOT / "tests" / path).body
             if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
             and one.name.startswith("test_")
         }
         assert there, path
         assert not name or name in there, f"{path}::{name}"
     assert rows
-
-
-def test_benchmarks_start() -> None:
-    faults = []
-    for path in sorted((ROOT / "benchmarks").glob("[!_]*.py")):
-        command = [sys.executable, "-m", f"benchmarks.{path.stem}", "--help"]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if (ended.returncode, ended.stderr, ended.stdout[:7]) != (0, "", "usage: "):
-            faults.append(f"{path.stem}: exit code {ended.returncode}: {ended.stderr[-500:]}")
-    assert faults == []

@@ -2,18 +2,16 @@
 
 import ast
 import re
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.lint.package import PACKAGE, ROOT, name_of, nodes
 from txbroker.proxy.observe.logging import LINES_MAX, WINDOW_S
 
-ROOT = Path(__file__).parents[2]
 LEVELS = frozenset({"debug", "info", "warning", "error", "exception", "critical", "log", "msg"})
 LOGGERS = frozenset({"log", "_log", "logger", "_logger", "logging"})
 PAGE = (ROOT / "docs/reference/logs.md").read_text()
-FOLDERS = ("txbroker/*.py", "checkers/*.py", "cli/*.py", "spark/*.py")
 
 
 class LogCall(NamedTuple):
@@ -58,9 +56,9 @@ def _is_logger(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and "logger" in ast.unparse(node.func).lower()
 
 
-def calls(path: Path, source: str) -> Iterator[LogCall]:
-    """Yield the calls of loggers in a file, including those passed as callbacks."""
-    for node in ast.walk(ast.parse(source)):
+def calls(path: Path, found: Iterable[ast.AST]) -> Iterator[LogCall]:
+    """Yield the calls of loggers among the nodes of a file, also those passed as callbacks."""
+    for node in found:
         if not isinstance(node, ast.Call):
             continue
         function, arguments = node.func, node.args
@@ -78,26 +76,20 @@ def calls(path: Path, source: str) -> Iterator[LogCall]:
         yield LogCall(name, function.attr, text, fields, len(arguments) - 1)
 
 
-def _product() -> list[LogCall]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", *FOLDERS], cwd=ROOT, capture_output=True, check=True, text=True
-    )
-    paths = [Path(name) for name in listed.stdout.split("\0") if name]
-    return [
-        call
-        for path in paths
-        if (ROOT / path).is_file() and not (ROOT / path).is_symlink()
-        for call in calls(path, (ROOT / path).read_text())
-    ]
-
-
 PROXY_PART, _, SDK_PART = PAGE.partition("\n## The SDK\n")
 LISTED = listed_events(PROXY_PART)
 EVENTS = {event.name: event for event in LISTED}
-ALL = _product()
 IN_CLIENTS = ("txbroker/sdk/", "txbroker/net/tls.py", "txbroker/tracing.py")
-OURS = [call for call in ALL if not call.where.startswith(IN_CLIENTS)]
-SDK = [call for call in ALL if call.where.startswith(IN_CLIENTS)]
+
+
+def product(*, clients: bool = False) -> list[LogCall]:
+    """Return the calls of proxies, or those of clients."""
+    return [
+        call
+        for path in PACKAGE
+        if name_of(path).startswith(IN_CLIENTS) is clients
+        for call in calls(path.relative_to(ROOT), nodes(path))
+    ]
 
 
 def test_finder_sees_every_form_of_log_call() -> None:
@@ -108,7 +100,7 @@ self._log.error(name, y=2)
 structlog.get_logger().debug("d")
 math.log(3)
 """
-    found = [(c.level, c.text, c.fields) for c in calls(Path("x.py"), source)]
+    found = [(c.level, c.text, c.fields) for c in calls(Path("x.py"), ast.walk(ast.parse(source)))]
 
     assert found == [
         ("info", "a", {"x"}),
@@ -116,12 +108,12 @@ math.log(3)
         ("error", None, {"y"}),
         ("debug", "d", set()),
     ]
-    assert len(OURS) > 50
+    assert len(product()) > 50
 
 
 def test_log_calls_of_proxy_use_listed_events() -> None:
     faults = []
-    for call in OURS:
+    for call in product():
         event = EVENTS.get(call.text or "")
         if event is None:
             faults.append(f"{call.where}: {call.text!r} is not a listed event")
@@ -134,7 +126,7 @@ def test_log_calls_of_proxy_use_listed_events() -> None:
 
 def test_listed_events_and_fields_are_used() -> None:
     used: dict[str | None, set[str | None]] = {}
-    for call in OURS:
+    for call in product():
         used.setdefault(call.text, set()).update(call.fields)
     assert {name: event.fields for name, event in EVENTS.items()} == used
 
@@ -155,7 +147,7 @@ def test_warnings_and_errors_name_the_next_step() -> None:
 def test_log_lines_of_sdk_are_listed() -> None:
     levels = {"error, with a traceback": "exception"}
     listed = {(levels.get(level, level), text.strip("`")) for level, text, _ in rows(SDK_PART)}
-    assert {(call.level, call.text) for call in SDK} == listed
+    assert {(call.level, call.text) for call in product(clients=True)} == listed
 
 
 def test_page_names_the_rate_limit() -> None:

@@ -6,8 +6,10 @@ import ast
 import builtins
 import re
 from collections.abc import Iterator
+from functools import cache
 
-from tests.rules.mutants import ROOT, Edit, defined, definitions, edited, mutants
+from tests.lint.package import ROOT
+from tests.rules.mutants import Edit, changed, defined, definitions, mutants
 
 RULES = [*map(str, range(1, 53)), "Topics"]
 PAGE = (ROOT / "docs/reference/rules.md").read_text()
@@ -21,6 +23,7 @@ def marked(node: ast.stmt) -> Iterator[str]:
             yield from (str(ast.literal_eval(each)).capitalize() for each in mark.args)
 
 
+@cache
 def rules_of_tests() -> dict[str, set[str]]:
     """Return the rules of each marked test, by its file and name."""
     found = {}
@@ -33,16 +36,18 @@ def rules_of_tests() -> dict[str, set[str]]:
     return found
 
 
-MARKED = rules_of_tests()
-
-
 def test_page_has_every_rule_with_code_and_a_marked_test() -> None:
     assert list(SECTIONS) == RULES
     for rule, section in SECTIONS.items():
         code, test = re.findall(r"^Code: (.*?) *\nTest: `(.*)`$", section, re.M)[0]
         for name in re.findall(r"`([^`]+)`", code):
             assert name in defined(), (rule, name)
-        assert rule in MARKED[test], (rule, test)
+        assert rule in rules_of_tests()[test], (rule, test)
+
+
+def before(edit: Edit) -> ast.stmt:
+    """Return the definition that an edit changes."""
+    return definitions((ROOT / edit.file).read_text())[edit.name]
 
 
 def test_every_mutant_can_be_made_and_its_test_is_marked() -> None:
@@ -52,12 +57,17 @@ def test_every_mutant_can_be_made_and_its_test_is_marked() -> None:
         if not mutant.edits:
             faults.append(f"{name}: changes nothing")
         try:
-            for file, source in mutant.sources(ROOT).items():
-                if ast.dump(ast.parse(source)) == ast.dump(ast.parse((ROOT / file).read_text())):
-                    faults.append(f"{name}: changes nothing in {file}")
+            sources = mutant.sources(ROOT)
+            parsed = {file: definitions(source) for file, source in sources.items()}
         except ValueError as error:
             faults.append(f"{name}: {error}")
-        rules = MARKED.get(mutant.test.partition("[")[0], set())
+            continue
+        faults += [
+            f"{name}: changes nothing in {edit.name}"
+            for edit in mutant.edits
+            if ast.dump(parsed[edit.file][edit.name]) == ast.dump(before(edit))
+        ]
+        rules = rules_of_tests().get(mutant.test.partition("[")[0], set())
         faults += [
             f"{name}: {mutant.test} is not marked with rule {rule}"
             for rule in mutant.rule.split(", ")
@@ -73,7 +83,7 @@ def undefined(edit: Edit) -> Iterator[str]:
     """
     source = (ROOT / edit.file).read_text()
     known = {*re.findall(r"\w+", source), *dir(builtins)}
-    nodes = list(ast.walk(definitions(edited(edit, source))[edit.name]))
+    nodes = list(ast.walk(ast.parse(changed(edit, source))))
     names = [node for node in nodes if isinstance(node, ast.Name)]
     known |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
     yield from {name.id for name in names} - known

@@ -2,20 +2,27 @@
 
 import ast
 import configparser
-import importlib.util
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from mypy.modulefinder import FindModuleCache, SearchPaths
 
 from tests.kit import database_servers
+from tests.lint.package import (
+    MODULES,
+    PACKAGE,
+    ROOT,
+    committed,
+    imports,
+    name_of,
+    nodes,
+    reached,
+    tree,
+)
 
-ROOT = Path(__file__).parents[2]
 NO_CORE_IMPORT = frozenset(
     """aiohttp aiokafka asyncio click concurrent datetime http io logging multiprocessing os
     pathlib random requests secrets select selectors shutil signal socket sqlite3 ssl
@@ -27,61 +34,6 @@ FORBIDDEN = re.compile(
     + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3, r"(?<!asked )for " + "now", "place" + "holder"])
     + r")\b"
 )
-
-
-def committed(*patterns: str) -> list[Path]:
-    """Return the files of these patterns that git knows and that are there."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", *patterns], cwd=ROOT, capture_output=True, check=True, text=True
-    )
-    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
-    return [path for path in paths if path.is_file() and not path.is_symlink()]
-
-
-PYTHON = committed("*.py")
-PACKAGE = committed("txbroker/*.py", "checkers/*.py", "cli/*.py", "spark/*.py")
-
-
-def name_of(path: Path) -> str:
-    """Return a path as the tests' output shows it."""
-    return str(path.relative_to(ROOT))
-
-
-def module_of(path: Path) -> str:
-    """Return the module name of a file of the package."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = parts if parts[0] == "txbroker" else ("txbroker", *parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {module_of(path): path for path in PACKAGE}
-
-
-def imports(path: Path) -> Iterator[str]:
-    """Yield the modules that a file imports, at any depth; `from a import b` as `a.b` too."""
-    package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            dots = "." * node.level
-            base = importlib.util.resolve_name(f"{dots}{node.module or ''}", package)
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def reached(start: str) -> dict[str, str]:
-    """Return every module that importing `start` brings in, with the module that names it."""
-    found: dict[str, str] = {}
-    todo = [start]
-    while todo:
-        module = todo.pop()
-        for name in imports(MODULES[module]):
-            if name not in found:
-                found[name] = module
-                if name in MODULES:
-                    todo.append(name)
-    return found
 
 
 CORE = [module for module in MODULES if module.startswith("txbroker.core")]
@@ -105,7 +57,7 @@ def test_core_calls_no_builtin_that_does_io() -> None:
     calls = {
         f"{module}: {node.func.id}"
         for module in CORE
-        for node in ast.walk(ast.parse(MODULES[module].read_text()))
+        for node in nodes(MODULES[module])
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         if node.func.id in ("open", "input", "exec", "eval", "__import__")
     }
@@ -227,7 +179,8 @@ def test_make_installs_tools_of_tests() -> None:
     needed = {
         ast.literal_eval(node.args[0])
         for path in committed("tests/*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        if "needs_tool(" in path.read_text()
+        for node in nodes(path)
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "needs_tool"
     }
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
@@ -267,7 +220,7 @@ def test_modules_bind_each_constant_once() -> None:
     """The second value would also be that of functions above it."""
     faults = []
     for path in [*PACKAGE, *committed("benchmarks/*.py", "charts/*.py")]:
-        body = ast.parse(path.read_text()).body
+        body = tree(path).body
         targets = [t for node in body if isinstance(node, ast.Assign) for t in node.targets]
         targets += [node.target for node in body if isinstance(node, ast.AnnAssign)]
         names = Counter(target.id for target in targets if isinstance(target, ast.Name))

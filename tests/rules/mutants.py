@@ -19,7 +19,7 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -87,19 +87,25 @@ class Mutant(NamedTuple):
 
 def edited(edit: Edit, source: str) -> str:
     """Return the source of a module with an edit made."""
-    node = definitions(source)[edit.name]
-    # Not within a name: `end` is not `append`.
-    start, end = [r"\b" if each.isidentifier() else "" for each in (edit.old[0], edit.old[-1])]
-    pattern = start + re.escape(edit.old) + end
-    text, times = re.subn(pattern, lambda _: edit.new, ast.unparse(node))
-    if times != 1:
-        raise ValueError(f"{edit.name} of {edit.file} holds {times} times: {edit.old!r}")
+    node, text = definitions(source)[edit.name], changed(edit, source)
     lines = source.splitlines()
     start = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]) - 1
     lines[start : node.end_lineno] = textwrap.indent(text, " " * node.col_offset).splitlines()
     return "\n".join(lines) + "\n"
 
 
+def changed(edit: Edit, source: str) -> str:
+    """Return the changed definition of a module."""
+    # Not within a name: `end` is not `append`.
+    start, end = [r"\b" if each.isidentifier() else "" for each in (edit.old[0], edit.old[-1])]
+    pattern = start + re.escape(edit.old) + end
+    text, times = re.subn(pattern, lambda _: edit.new, ast.unparse(definitions(source)[edit.name]))
+    if times != 1:
+        raise ValueError(f"{edit.name} of {edit.file} holds {times} times: {edit.old!r}")
+    return text
+
+
+@lru_cache(maxsize=64)
 def definitions(source: str) -> dict[str, ast.stmt]:
     """Return what a module defines by its name: functions, classes, their methods, constants."""
     found: dict[str, ast.stmt] = {}
