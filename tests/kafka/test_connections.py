@@ -102,9 +102,9 @@ def on_both_loops(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitab
 @on_both_loops
 async def test_request_after_break_is_not_sent_and_closes() -> None:
     async with connected() as (_, connection):
-        assert connection._writer is not None
+        assert connection._transport is not None
         # Before the break is reported: asyncio only warns first.
-        connection._writer.transport.abort()
+        connection._transport.abort()
         with pytest.raises(KafkaConnectionError):
             await connection.send(REQUEST)
         assert not connection.connected()
@@ -133,9 +133,8 @@ async def test_answers_are_split_from_any_chunks() -> None:
         first, second, rest = data[:2], data[2 : len(data) // 4 + 9], data[len(data) // 4 + 9 :]
         broker.writer.write(first)
         await broker.writer.drain()
-        frames = connection._writer.transport.get_protocol()
-        await until(lambda: frames._rest)  # a piece of an answer has arrived
-        assert not any(answer.done() for _, _, answer in connection._requests)
+        await until(lambda: connection._rest)  # a piece of an answer has arrived
+        assert not any(answer.done() for *_, answer in connection._requests)
         broker.writer.write(second)
         assert await answers[0] == EndTxnResponse(0)
         broker.writer.write(rest)
@@ -234,7 +233,7 @@ async def test_failed_request_without_a_waiter_leaves_no_error(
     async with connected() as (broker, connection):
         connection.send(REQUEST)
         await broker.number()
-        ((_, _, answer),) = connection._requests
+        ((*_, answer),) = connection._requests
         connection._expire(answer) if late else connection.close()
         del answer
     connection._requests.clear()
@@ -259,14 +258,10 @@ async def test_login_of_kafka_before_1_0_is_refused() -> None:
     """Its answers have no correlation ids."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for kind in (VERSIONS, HANDSHAKE):
-            (size,) = struct.unpack(">i", await reader.readexactly(4))
-            asked, _, number = struct.unpack_from(">hhi", await reader.readexactly(size))
-            assert asked == kind
-            if kind == VERSIONS:
-                writer.write(framed(number, struct.pack(">hihhh", 0, 1, HANDSHAKE, 0, 0)))
-            else:
-                writer.write(framed(number, struct.pack(">hih", 0, 1, 5) + b"PLAIN"))
+        (size,) = struct.unpack(">i", await reader.readexactly(4))
+        asked, _, number = struct.unpack_from(">hhi", await reader.readexactly(size))
+        assert asked == VERSIONS
+        writer.write(framed(number, struct.pack(">hihhh", 0, 1, HANDSHAKE, 0, 0)))
         await reader.read()
         writer.close()
 
@@ -287,7 +282,7 @@ async def test_closed_connection_leaves_no_references() -> None:
     async with connected() as (broker, connection):
         answer = connection.send(REQUEST)
         await broker.number()
-        timers = [timer for _, (_, timer), _ in connection._requests]
+        timers = [timer for *_, timer, _ in connection._requests]
         await connection.close()
         with pytest.raises(KafkaConnectionError):
             await answer
@@ -378,7 +373,7 @@ async def test_unresponsive_brokers_are_asked_last() -> None:
                 raise TimeoutError
             return self.node
 
-        def close(self, **_: Any) -> None:
+        def close(self) -> None:
             """Nothing is open."""
 
     async def opener(_host: str, port: int, **_: Any) -> Any:

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiokafka.conn import CloseReason
 from aiokafka.errors import IncompatibleBrokerVersion, KafkaConnectionError
 
 from txbroker.core.records import Record
@@ -87,7 +86,7 @@ class Scripted:
             self._brokers.sent.append(sent)
         return sent.answer
 
-    def close(self, reason: CloseReason | None = None) -> asyncio.Future[None]:
+    def close(self) -> asyncio.Future[None]:
         self._up = False
         closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         closed.set_result(None)

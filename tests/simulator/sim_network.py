@@ -200,7 +200,7 @@ class Connection:
                 # The waiting caller may be gone.
                 future.exception()
 
-    def close(self, reason: object = None) -> asyncio.Future[None]:
+    def close(self, error: object = None) -> asyncio.Future[None]:
         self._break()
         future: asyncio.Future[None] = self._loop.create_future()
         future.set_result(None)

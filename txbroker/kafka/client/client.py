@@ -12,7 +12,6 @@ import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, Self
 
-from aiokafka.conn import CloseReason
 from aiokafka.errors import IncompatibleBrokerVersion, KafkaError
 from aiokafka.protocol.api import Request
 from aiokafka.protocol.coordination import FindCoordinatorRequest
@@ -255,7 +254,7 @@ class Client:
             raise NotSent(f"broker {node} is not in the metadata")
         connection = await self._connect(*address, timeout_s)
         if self._closed:
-            connection.close(reason=CloseReason.SHUTDOWN)
+            connection.close()
             raise NotSent("the Kafka client is closed")
         return connection
 
@@ -284,7 +283,7 @@ class Client:
     def _drop(self, node: int, channel: str, connection: Connection) -> None:
         if self._connections.get((node, channel)) is connection:
             del self._connections[node, channel]
-        connection.close(reason=CloseReason.CONNECTION_BROKEN)
+        connection.close()
 
     def close_channels(self, prefix: str) -> None:
         """Close all channels whose names begin with `prefix`."""
@@ -343,7 +342,7 @@ class Client:
                 why = why_not(error, host, self._arguments)
                 last = Unanswered(f"{server} did not answer{why}")
             finally:
-                connection.close(reason=CloseReason.SHUTDOWN)
+                connection.close()
         raise last
 
     async def leader(self, topic: str, partition: int) -> int:

@@ -1,46 +1,288 @@
 """Connections to brokers.
 
-The client library connects and logs in. Requests and answers bypass its stream and reader task: a
-protocol splits incoming data into answers. This also adds what the library's logins lack: the
-reason why a broker refuses a token, the end of a login's lifetime, and errors in words."""
+A connection is a protocol of the event loop: it splits incoming data into answers and passes each
+to its request, without a stream or a task. The client library has the mechanisms of logins. What
+it lacks is added here: the reason why a broker refuses a token, the end of a login's lifetime, and
+errors in words."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import ssl
 import struct
-import time
+from collections import deque
 from collections.abc import Awaitable, Iterator
 from io import BytesIO
-from typing import Any
+from typing import Any, cast
 
-from aiokafka.conn import AIOKafkaConnection, CloseReason
+import structlog
 from aiokafka.conn import OAuthAuthenticator as LibraryAuthenticator
+from aiokafka.conn import SaslPlainAuthenticator, ScramAuthenticator
 from aiokafka.errors import (
     CorrelationIdError,
     IncompatibleBrokerVersion,
     KafkaConnectionError,
     KafkaError,
     SaslAuthenticationFailed,
+    UnsupportedSaslMechanismError,
+    for_code,
 )
-from aiokafka.protocol.admin import SaslAuthenticateRequest
 from aiokafka.protocol.api import Request
 
 from txbroker.kafka.client.login import NoToken
-from txbroker.kafka.protocol.packed import PackedRequest
+from txbroker.kafka.protocol.packed import PackedRequest, Versions
+from txbroker.kafka.protocol.schemas import ApiVersionsV0, SaslAuthenticateV1, SaslHandshakeV1
 
 LOGIN_SHARE = 0.8
 """After this share of a login's lifetime an idle connection is replaced. Brokers close connections
 that are used after it (`connections.max.reauth.ms`)."""
 
+log = structlog.wrap_logger(logging.getLogger(__name__))
+
 _SIZE = struct.Struct(">i")
+_NUMBERS = 1 << 31
+_FIRST_REQUEST: Versions = {ApiVersionsV0.API_KEY: (0, 0)}
 
 _UNSUPPORTED_MECHANISM, _ILLEGAL_STATE, _REFUSED = 33, 34, 58
 _LOGIN_CODES = frozenset({_UNSUPPORTED_MECHANISM, _ILLEGAL_STATE, _REFUSED})
 _OTHERS_CERTIFICATE = frozenset({62, 64})
 _EXPIRED, _NOT_YET = 10, 9
 _UNKNOWN_ISSUER = frozenset({2, 18, 19, 20, 21})
+
+
+class Connection(asyncio.Protocol):
+    """A connection to a broker, which answers requests in their order. It closes before its login
+    expires.
+
+    Args:
+        host, port: of the broker.
+        client_id: the client in the broker's logs and quotas.
+        request_timeout_s: after this time a request counts as unanswered, seconds.
+        idle_s: without a request for this time it closes, seconds; None: never.
+    """
+
+    def __init__(
+        self, host: str, port: int, client_id: str, request_timeout_s: float, idle_s: float | None
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._address = f"{host}:{port}"
+        self._client_id = client_id.encode()
+        self._request_timeout_s = request_timeout_s
+        self._idle_s = idle_s
+        self._transport: asyncio.Transport | None = None
+        """None before it is open and after it is closed."""
+        self._closed: asyncio.Future[None] = self._loop.create_future()
+        self._versions = _FIRST_REQUEST
+        self._number = 0
+        self._requests: deque[tuple[int, Any, asyncio.TimerHandle, Any]] = deque()
+        """Correlation id, request, its time limit, and what receives the answer."""
+        self._rest = bytearray()
+        """The beginning of an answer."""
+        self._answered_s = 0.0
+        self._idle: asyncio.TimerHandle | None = None
+        self._expires_s = float("inf")
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def connected(self) -> bool:
+        """Return whether it takes requests; close it if it is idle and its login expires soon."""
+        if self._loop.time() >= self._expires_s and not self._requests:
+            self.close()
+        return self._transport is not None
+
+    def send(self, request: Request[Any] | PackedRequest, answer: Any = None) -> Awaitable[Any]:
+        """Send a request; return an awaitable of its answer, which may raise TimeoutError.
+
+        Args:
+            answer: receives the answer instead of a new future.
+
+        Raises:
+            KafkaConnectionError: the connection is broken; nothing was sent.
+            IncompatibleBrokerVersion, NotImplementedError: the broker does not support the request,
+                or no version of it that we do.
+        """
+        if self._transport is None:
+            raise KafkaConnectionError(f"No connection to broker at {self._address}")
+        self._number = number = (self._number + 1) % _NUMBERS
+        asked: Any
+        if isinstance(request, PackedRequest):
+            asked = request
+            frame = request.frame(self._versions, number, self._client_id)
+        else:
+            asked = request.prepare(self._versions)
+            client_id = self._client_id.decode()
+            header = asked.build_request_header(correlation_id=number, client_id=client_id)
+            frame = header.encode() + asked.encode()
+            frame = _SIZE.pack(len(frame)) + frame
+        try:
+            self._transport.write(frame)
+        except (OSError, RuntimeError) as error:
+            # uvloop raises RuntimeError for a connection that broke but was not reported yet.
+            self.close()
+            raise KafkaConnectionError(f"connection broken: {error}") from error
+        answer = answer or self._loop.create_future()
+        timer = self._loop.call_later(self._request_timeout_s, self._expire, answer)
+        self._requests.append((number, asked, timer, answer))
+        awaitable: Awaitable[Any] = answer
+        return awaitable
+
+    def _expire(self, answer: asyncio.Future[Any]) -> None:
+        """Time out a request. Its caller then closes the connection, unless it was cancelled.
+
+        Requests after it would neither be answered nor let the connection become idle.
+        """
+        if answer.cancelled():
+            self.close(TimeoutError())
+        elif not answer.done():
+            answer.set_exception(TimeoutError())
+            _mark_retrieved(answer)
+
+    def close(self, error: BaseException | None = None) -> asyncio.Future[None]:
+        """Close it; requests in flight fail with KafkaConnectionError.
+
+        Args:
+            error: why.
+        """
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+            if self._idle is not None:
+                self._idle.cancel()
+            unanswered, self._requests = self._requests, deque()
+            for _, _, timer, answer in unanswered:
+                timer.cancel()
+                if not answer.done():
+                    failure = KafkaConnectionError(f"Connection at {self._address} closed")
+                    failure.__cause__ = error
+                    answer.set_exception(failure)
+                _mark_retrieved(answer)
+        return self._closed
+
+    async def negotiate(self) -> None:
+        """Ask for the versions of requests that the broker supports: the first request."""
+        answer = await self.send(ApiVersionsV0())
+        self._versions = {key: (first, last) for key, first, last in answer.api_versions}
+
+    def expire_after(self, lifetime_s: float) -> None:
+        """Limit the use of the connection to a share of its login's lifetime, seconds."""
+        self._expires_s = self._loop.time() + lifetime_s * LOGIN_SHARE
+
+    # --- calls of the event loop -------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin: TCP and TLS are open."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._answered_s = self._loop.time()
+        self._close_if_idle()
+
+    def data_received(self, data: bytes | bytearray) -> None:
+        """Split off complete answers."""
+        if self._rest:
+            self._rest += data
+            data = self._rest
+        at = 0
+        try:
+            while len(data) >= (begin := at + _SIZE.size):
+                (size,) = _SIZE.unpack_from(data, at)
+                if len(data) < (end := begin + size):
+                    break
+                self._take(bytes(memoryview(data)[begin:end]))
+                at = end
+        except Exception as error:
+            # After an answer that does not decode no other can be trusted.
+            self.close(error)
+            return
+        if at or data is not self._rest:
+            self._rest = bytearray(data[at:])
+
+    def _take(self, frame: bytes) -> None:
+        """Pass an answer to the oldest request."""
+        number, asked, timer, answer = self._requests[0]
+        (answered,) = _SIZE.unpack_from(frame)
+        if answered != number:
+            raise CorrelationIdError(f"request {number} is next, the answer is to {answered}")
+        if not answer.done():
+            if isinstance(asked, PackedRequest):
+                answer.set_result(asked.read(frame))
+            else:
+                buffer = BytesIO(frame)
+                asked.parse_response_header(buffer)
+                answer.set_result(asked.RESPONSE_TYPE.decode(buffer))
+        timer.cancel()
+        self._answered_s = self._loop.time()
+        # Only now: if it does not decode, closing the connection fails the request.
+        self._requests.popleft()
+
+    def eof_received(self) -> None:
+        """Close: the broker has closed the connection."""
+        self.close(EOFError("the broker has closed the connection"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Complete the close, by either side."""
+        if not self._closed.done():
+            self._closed.set_result(None)
+        self.close(error)
+
+    def _close_if_idle(self) -> None:
+        if self._idle_s is None:
+            return
+        left_s = self._answered_s + self._idle_s - self._loop.time()
+        if left_s <= 0 and not self._requests:
+            self.close()
+        else:
+            wait_s = self._idle_s if self._requests else left_s
+            self._idle = self._loop.call_later(wait_s, self._close_if_idle)
+
+
+def _mark_retrieved(answer: asyncio.Future[Any]) -> None:
+    if answer.done() and not answer.cancelled():
+        answer.exception()
+
+
+async def open_connection(
+    host: str,
+    port: int,
+    *,
+    security_protocol: str = "PLAINTEXT",
+    ssl_context: ssl.SSLContext | None = None,
+    client_id: str = "txbroker",
+    request_timeout_ms: int = 40_000,
+    max_idle_ms: int | None = None,
+    **login: Any,
+) -> Connection:
+    """Open a connection and log in.
+
+    Args:
+        login: see `Login.arguments`.
+
+    Raises:
+        OSError, TimeoutError: the broker cannot be reached.
+        ssl.SSLError: the TLS handshake failed.
+        KafkaError: the broker closes the connection, or refuses the login.
+    """
+    timeout_s = request_timeout_ms / 1000
+    idle_s = None if max_idle_ms is None else max_idle_ms / 1000
+    connection = Connection(host, port, client_id, timeout_s, idle_s)
+    context = ssl_context if security_protocol.endswith("SSL") else None
+    async with asyncio.timeout(timeout_s):
+        await asyncio.get_running_loop().create_connection(
+            lambda: connection, host, port, ssl=context
+        )
+    try:
+        await connection.negotiate()
+        if security_protocol.startswith("SASL"):
+            if security_protocol == "SASL_PLAINTEXT" and login["sasl_mechanism"] == "PLAIN":
+                log.warning("password in the clear", broker=f"{host}:{port}")
+            await _log_in(connection, **login)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+# --- logins ----------------------------------------------------------------------------------
 
 
 class _Authenticator(LibraryAuthenticator):
@@ -54,183 +296,41 @@ class _Authenticator(LibraryAuthenticator):
         return step
 
 
-class _Frames(asyncio.Protocol):
-    """Splits incoming data into answers."""
-
-    def __init__(self, connection: Connection, closed: asyncio.Future[None]) -> None:
-        self._connection = connection
-        self._closed = closed
-        self._rest = bytearray()
-
-    def data_received(self, data: bytes | bytearray) -> None:
-        """Split off complete answers."""
-        if self._rest:
-            self._rest += data
-            data = self._rest
-        at = 0
-        try:
-            while len(data) >= (begin := at + _SIZE.size):
-                (size,) = _SIZE.unpack_from(data, at)
-                if len(data) < (end := begin + size):
-                    break
-                self._connection.take(bytes(memoryview(data)[begin:end]))
-                at = end
-        except Exception as error:
-            # After an answer that does not decode no other can be trusted.
-            self._connection.close(reason=CloseReason.CONNECTION_BROKEN, exc=error)
-            return
-        if at or data is not self._rest:
-            self._rest = bytearray(data[at:])
-
-    def eof_received(self) -> None:
-        """Close: the broker has closed the connection."""
-        error = EOFError("the broker has closed the connection")
-        self._connection.close(reason=CloseReason.CONNECTION_BROKEN, exc=error)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Complete the close, by either side."""
-        if not self._closed.done():
-            self._closed.set_result(None)
-        self._connection.close(reason=CloseReason.CONNECTION_BROKEN, exc=error)
-
-
-class Connection(AIOKafkaConnection):
-    """A connection that closes before its login expires."""
-
-    _expires_at = float("inf")
-
-    def authenticator_oauth(self) -> _Authenticator:
-        """Return the authenticator for OAUTHBEARER."""
-        provider = self._sasl_oauth_token_provider
-        return _Authenticator(sasl_oauth_token_provider=provider)  # type: ignore[no-untyped-call]
-
-    def connected(self) -> bool:
-        """Return whether it takes requests; close it if it is idle and its login expires soon."""
-        if self._loop.time() >= self._expires_at and not self._requests:
-            self.close(reason=CloseReason.IDLE_DROP)
-        return bool(super().connected())  # type: ignore[no-untyped-call]
-
-    async def _do_version_lookup(self) -> None:
-        """Replace the protocol before the first request."""
-        self.take_over()
-        await super()._do_version_lookup()  # type: ignore[no-untyped-call]
-
-    def take_over(self) -> None:
-        """Receive data here instead of in the library's reader task."""
-        assert self._read_task is not None
-        assert self._writer is not None
-        assert self._closed_fut is not None
-        self._read_task.cancel()
-        self._writer.transport.set_protocol(_Frames(self, self._closed_fut))
-
-    def send(self, request: Request[Any] | PackedRequest, answer: Any = None) -> Awaitable[Any]:
-        """Send a request; return an awaitable of its answer, which may raise TimeoutError.
-
-        Args:
-            answer: receives the answer instead of a new future.
-
-        Raises:
-            KafkaConnectionError: the connection is broken; nothing was sent.
-            IncompatibleBrokerVersion, NotImplementedError: the broker does not support the request,
-                or no version of it that we do.
-        """
-        if self._writer is None:
-            raise KafkaConnectionError(f"No connection to broker at {self._host}:{self._port}")
-        number: int = self._next_correlation_id()  # type: ignore[no-untyped-call]
-        asked: Any
-        if isinstance(request, PackedRequest):
-            asked = request
-            frame = request.frame(self._versions, number, self._client_id.encode())
-        else:
-            asked = request.prepare(self._versions)
-            header = asked.build_request_header(correlation_id=number, client_id=self._client_id)
-            frame = header.encode() + asked.encode()
-            frame = _SIZE.pack(len(frame)) + frame
-        try:
-            self._writer.write(frame)
-        except (OSError, RuntimeError) as error:
-            # uvloop raises RuntimeError for a connection that broke but was not reported yet.
-            self.close(reason=CloseReason.CONNECTION_BROKEN)
-            raise KafkaConnectionError(f"connection broken: {error}") from error
-        answer = answer or self._loop.create_future()
-        timer = self._loop.call_later(self._request_timeout, self._expire, answer)
-        self._requests.append((number, (asked, timer), answer))
-        if isinstance(request, SaslAuthenticateRequest):
-            return self._logged_in(answer)
-        awaitable: Awaitable[Any] = answer
-        return awaitable
-
-    def take(self, frame: bytes) -> None:
-        """Pass an answer to the oldest request: brokers answer in order."""
-        number, (asked, timer), answer = self._requests[0]
-        (answered,) = _SIZE.unpack_from(frame)
-        if answered != number:
-            raise CorrelationIdError(f"request {number} is next, the answer is to {answered}")
-        if not answer.done():
-            if isinstance(asked, PackedRequest):
-                answer.set_result(asked.read(frame))
-            else:
-                buffer = BytesIO(frame)
-                asked.parse_response_header(buffer)
-                answer.set_result(asked.RESPONSE_TYPE.decode(buffer))
-        timer.cancel()
-        self._last_action = time.monotonic()
-        # Only now: if it does not decode, closing the connection fails the request.
-        self._requests.popleft()
-
-    def close(
-        self, reason: CloseReason | None = None, exc: BaseException | None = None
-    ) -> asyncio.Future[None]:
-        """Close it; requests in flight fail with KafkaConnectionError."""
-        unanswered = self._requests
-        for _, (_, timer), _ in unanswered:
-            timer.cancel()
-        closed: asyncio.Future[None] = super().close(reason, exc)  # type: ignore[no-untyped-call]
-        for _, _, answer in unanswered:
-            _mark_retrieved(answer)
-        return closed
-
-    def _expire(self, answer: asyncio.Future[Any]) -> None:
-        """Time out a request. Its caller then closes the connection, unless it was cancelled.
-
-        Requests after it would neither be answered nor let the connection become idle.
-        """
-        if answer.cancelled():
-            self.close(reason=CloseReason.CONNECTION_BROKEN, exc=TimeoutError())
-        elif not answer.done():
-            answer.set_exception(TimeoutError())
-            _mark_retrieved(answer)
-
-    def _send_sasl_token(self, payload: bytes, expect_response: bool = True) -> Awaitable[Any]:
-        """Refuse logins of Kafka before 1.0, whose answers have another format."""
+async def _log_in(connection: Connection, sasl_mechanism: str, **arguments: Any) -> None:
+    try:
+        answer = await connection.send(SaslHandshakeV1(sasl_mechanism))
+    except NotImplementedError:
         raise IncompatibleBrokerVersion(
             "it only supports logins of Kafka before 1.0: upgrade the brokers"
-        )
-
-    async def _logged_in(self, answer: Awaitable[Any]) -> Any:
-        result = await answer
-        life_ms = getattr(result, "session_lifetime_ms", 0)
-        if life_ms > 0:
-            self._expires_at = self._loop.time() + life_ms / 1000 * LOGIN_SHARE
-        return result
-
-
-def _mark_retrieved(answer: asyncio.Future[Any]) -> None:
-    if answer.done() and not answer.cancelled():
-        answer.exception()
-
-
-async def open_connection(host: str, port: int, **arguments: Any) -> Connection:
-    """Open a connection and log in."""
-    connection = Connection(host, port, **arguments)  # type: ignore[no-untyped-call]
+        ) from None
+    if answer.error_code:
+        raise for_code(answer.error_code)()
+    if sasl_mechanism not in answer.enabled_mechanisms:
+        raise UnsupportedSaslMechanismError(sasl_mechanism)
+    authenticator = _authenticator(sasl_mechanism, arguments)
     try:
-        await connection.connect()  # type: ignore[no-untyped-call]
+        step = await authenticator.step(None)
+        while step is not None:
+            answer = await connection.send(SaslAuthenticateV1(step[0]))
+            if answer.error_code:
+                raise for_code(answer.error_code)(answer.error_message)
+            if answer.session_lifetime_ms > 0:
+                connection.expire_after(answer.session_lifetime_ms / 1000)
+            step = await authenticator.step(answer.auth_bytes)
     except ssl.SSLError:
         raise  # some are ValueErrors, too
     except (ValueError, KeyError, AssertionError):
         # Raised by SCRAM for an invalid answer.
         raise SaslAuthenticationFailed("the broker's part of the SCRAM login is invalid") from None
-    return connection
+
+
+def _authenticator(mechanism: str, arguments: dict[str, Any]) -> Any:
+    if mechanism == "OAUTHBEARER":
+        return _Authenticator(**arguments)  # type: ignore[no-untyped-call]
+    arguments["loop"] = asyncio.get_running_loop()
+    if mechanism == "PLAIN":
+        return SaslPlainAuthenticator(**arguments)  # type: ignore[no-untyped-call]
+    return ScramAuthenticator(sasl_mechanism=mechanism, **arguments)  # type: ignore[no-untyped-call]
 
 
 def _token_refused(payload: bytes) -> str:

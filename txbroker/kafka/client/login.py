@@ -38,7 +38,7 @@ class Login(Protocol):
     """The identity of one client."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return keyword arguments for a new connection of the client library.
+        """Return keyword arguments of `open_connection`.
 
         Raises:
             ConfigurationError: a file cannot be read, or has the wrong content.
@@ -50,7 +50,7 @@ class NoLogin:
     """Neither TLS nor a login."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return keyword arguments for a new connection."""
+        """Return keyword arguments of `open_connection`."""
         return {"security_protocol": "PLAINTEXT"}
 
 
@@ -68,7 +68,7 @@ class SettingsLogin:
         self._tokens: AbstractTokenProvider | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return keyword arguments for a new connection of the client library.
+        """Return keyword arguments of `open_connection`.
 
         Raises:
             ConfigurationError: a file cannot be read, or has the wrong content.

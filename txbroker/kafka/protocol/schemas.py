@@ -292,6 +292,14 @@ class InitProducerIdV5(SchemaRequest):
 # --- features ------------------------------------------------------------------------------------
 
 
+class ApiVersionsV0(SchemaRequest):
+    """The versions of requests that a broker takes: the first request of a connection."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 18, 0, False
+    REQUEST = ""
+    RESPONSE = "error_code:i16 api_versions[api_key:i16 min_version:i16 max_version:i16]"
+
+
 class ApiVersionsV3(SchemaRequest):
     """The requests that a broker takes, and the finalized features of the cluster (KIP-584)."""
 
@@ -318,6 +326,25 @@ def finalized_features(answer: Any) -> dict[str, int]:
         return {}
     features: Any = _FINALIZED.decode(BytesIO(encoded))
     return {name: level for name, level, _min_level in features}
+
+
+# --- logins --------------------------------------------------------------------------------------
+
+
+class SaslHandshakeV1(SchemaRequest):
+    """Chooses the mechanism of a login."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 17, 1, False
+    REQUEST = "mechanism:str"
+    RESPONSE = "error_code:i16 enabled_mechanisms[str]"
+
+
+class SaslAuthenticateV1(SchemaRequest):
+    """One message of a login's mechanism; the last answer has the login's lifetime (KIP-368)."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 36, 1, False
+    REQUEST = "auth_bytes:bytes"
+    RESPONSE = "error_code:i16 error_message:str auth_bytes:bytes session_lifetime_ms:i64"
 
 
 # --- groups --------------------------------------------------------------------------------------
