@@ -16,8 +16,6 @@ import time
 from collections import Counter, defaultdict
 from typing import Any
 
-from aiokafka.protocol.api import Request
-
 from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
 from txbroker.door.consuming import TopicSpec
 from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle, TargetRecord
@@ -26,6 +24,7 @@ from txbroker.kafka import KafkaDoor, KafkaSettings
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.connection import open_connection
+from txbroker.kafka.protocol.encoder import Request
 
 _WARM_UP = 50
 
@@ -64,7 +63,7 @@ class Side:
             self.answers_s[name].append(time.perf_counter() - began_s)
             return result
 
-        def counted(request: Request[Any]) -> Any:
+        def counted(request: Request) -> Any:
             name = type(request).__name__
             self.requests[name] += 1
             return timed(name, send(request), time.perf_counter())

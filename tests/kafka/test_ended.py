@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from aiokafka.protocol.transaction import AddPartitionsToTxnRequest
 
 from txbroker.core.records import Record
 from txbroker.door.protocols import PromotionTxnLost
@@ -18,8 +17,14 @@ from txbroker.kafka.door.open_transactions import HANGING, OpenTransactionGuard,
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import batch_body
 from txbroker.kafka.protocol.codes import Code
-from txbroker.kafka.protocol.packed import ListOffsetsV3, ProduceV7
-from txbroker.kafka.protocol.schemas import DescribeProducersV0, MetadataV10, describe_producers
+from txbroker.kafka.protocol.schemas import (
+    AddPartitionsToTxnV0,
+    DescribeProducersV0,
+    ListOffsetsV3,
+    MetadataV10,
+    ProduceV7,
+    describe_producers,
+)
 from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.timers import Backoff
 
@@ -86,8 +91,8 @@ class Leaders(Client):
             return self._ends(request)
         if isinstance(request, ProduceV7):
             return self._take(node, request)
-        if isinstance(request, AddPartitionsToTxnRequest):
-            self.taken += [(topic, n, -1) for topic, ns in request._topics for n in ns]
+        if isinstance(request, AddPartitionsToTxnV0):
+            self.taken += [(topic, n, -1) for topic, ns in request.topics for n in ns]
             return SimpleNamespace(errors=[])
         assert isinstance(request, DescribeProducersV0)
         self.backoff.append(timeout_s)
@@ -113,18 +118,18 @@ class Leaders(Client):
 
     def _take(self, node: int, request: Any) -> Any:
         topics = []
-        for topic, parts in request._topics:
+        for topic, parts in request.topics:
             self.taken += [(topic, number, node) for number, _ in parts]
             topics.append((topic, [(number, 0, 10, -1) for number, _ in parts]))
         return SimpleNamespace(topics=topics)
 
     def _ends(self, request: Any) -> Any:
         topics = []
-        for topic, parts in request._topics:
+        for topic, parts in request.topics:
             found = []
             for number, _ in parts:
                 end = self.ends[topic, number]
-                if request._isolation_level == 1:
+                if request.isolation_level == 1:
                     end = min([end, *self.open.get((topic, number), {}).values()])
                 found.append((number, 0, -1, end))
             topics.append((topic, found))

@@ -21,7 +21,7 @@ from txbroker.kafka.client import fetcher as fetcher_module
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.fetcher import BatchUnreadable, KafkaFetcher
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
-from txbroker.kafka.protocol.packed import ProduceV7
+from txbroker.kafka.protocol.schemas import ProduceV7
 
 FETCH = 1
 PARTITIONS = 8

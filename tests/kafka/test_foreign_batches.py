@@ -16,7 +16,7 @@ from txbroker.door.own_topics import encode_layout
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.door.door import KafkaDoor
 from txbroker.kafka.protocol.fetched import Fetched
-from txbroker.kafka.protocol.packed import ProduceV7
+from txbroker.kafka.protocol.schemas import ProduceV7
 
 OWN = ("half", "op", "checkpoint", "parked", "groups", "audit")
 CODECS = ("gzip", "snappy", "lz4", "zstd")

@@ -212,7 +212,7 @@ async def test_rejoin_during_join_begins_another_generation(group: World) -> Non
 
     member._ask = rejoined
     first.member.rejoin()
-    await until(lambda: asked.count("SyncGroupRequest") == 2)
+    await until(lambda: asked.count("SyncGroupV3") == 2)
     await group.settled(first)
 
 

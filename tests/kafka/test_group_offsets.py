@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from aiokafka.protocol.group import JoinGroupRequest, SyncGroupRequest
 
 from tests.kafka.relay import ADD_PARTITIONS, END_TXN, OFFSET_COMMIT, Fate, Relay, fates
 from tests.kit.kafka import KafkaHarness
@@ -21,7 +20,7 @@ from txbroker.kafka.client.producer import Producer
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
 from txbroker.kafka.door.group_offsets import GroupOffsets
-from txbroker.kafka.protocol.schemas import LeaveGroupV3
+from txbroker.kafka.protocol.schemas import JoinGroupV5, LeaveGroupV3, SyncGroupV3
 from txbroker.net.timers import Backoff
 
 TXN_OFFSET_COMMIT = 28
@@ -56,7 +55,7 @@ class Member:
         """Return the generation, or 0."""
         stranger: Any = None
         answer = await self._ask(
-            JoinGroupRequest(
+            JoinGroupV5(
                 self._group,
                 SESSION_MS,
                 SESSION_MS,
@@ -73,7 +72,7 @@ class Member:
         """Get the assignment."""
         stranger: Any = None
         answer = await self._ask(
-            SyncGroupRequest(
+            SyncGroupV3(
                 self._group,
                 self.latest,
                 self.member_id,

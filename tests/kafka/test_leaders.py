@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from aiokafka.protocol.fetch import FetchRequest
 
 from txbroker.door.protocols import LogTruncated
 from txbroker.errors import KafkaUnavailable
@@ -18,8 +17,7 @@ from txbroker.kafka.client.reader import Picker, Reader
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.protocol.codes import Code
-from txbroker.kafka.protocol.packed import ListOffsetsV3
-from txbroker.kafka.protocol.schemas import MetadataV10
+from txbroker.kafka.protocol.schemas import FetchV11, ListOffsetsV3, MetadataV10
 from txbroker.kafka.protocol.transactions import Partition
 
 T, U = ("t", 0), ("u", 3)
@@ -53,8 +51,8 @@ class Brokers(Client):
         """Answer as one broker."""
         if isinstance(request, ListOffsetsV3):
             return SimpleNamespace(topics=[("t", [(0, Code.NONE, -1, self.ends[node])])])
-        if isinstance(request, FetchRequest):
-            ((topic, ((number, offset, _),)),) = request._topics
+        if isinstance(request, FetchV11):
+            ((topic, ((number, offset, _),)),) = request.topics
             end = self.ends[node]
             code = Code.OFFSET_OUT_OF_RANGE if offset > end else Code.NONE
             part = (number, code, end, end, None, b"")

@@ -155,7 +155,7 @@ class Halted(ProxyMember):
     may_sync: asyncio.Event
 
     async def _ask(self, request: Any) -> Any:
-        if type(request).__name__ == "SyncGroupRequest" and self._held.generation >= 0:
+        if type(request).__name__ == "SyncGroupV3" and self._held.generation >= 0:
             self.halfway.set()
             await self.may_sync.wait()
         return await super()._ask(request)

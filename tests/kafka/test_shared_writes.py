@@ -43,7 +43,7 @@ class Sent:
     @property
     def batches(self) -> dict[Partition, bytes]:
         """What it writes."""
-        topics = self.request._topics
+        topics = self.request.topics
         pairs = [((topic, number), data) for topic, some in topics for number, data in some]
         assert len(dict(pairs)) == len(pairs), "a partition is there twice"
         return dict(pairs)
@@ -79,7 +79,7 @@ class Scripted:
         connections = self._brokers.client._connections.items()
         lane = next(lane for (_, lane), each in connections if each is self)
         sent = Sent(self._node, lane, request, answer)
-        if type(request).__name__ == "InitProducerIdRequest":
+        if type(request).__name__ == "InitProducerIdV0":
             answer = SimpleNamespace(error_code=0, producer_id=7, producer_epoch=0)
             sent.answer.set_result(answer)
         else:
@@ -177,8 +177,8 @@ async def test_batches_of_one_iteration_share_a_request(brokers: Writes) -> None
     (sent,) = brokers.sent
     assert sent.batches == {A: b"a", B: b"b", C: b"c"}
     request = sent.request
-    assert (request._required_acks, request._timeout) == (ACKS_ALL, 1000)
-    assert request._transactional_id is None
+    assert (request.acks, request.timeout_ms) == (ACKS_ALL, 1000)
+    assert request.transactional_id is None
     sent.store()
     results = [await each for each in writing]
     assert [(each.topic, each.partition, each.base_offset) for each in results] == [
@@ -411,7 +411,7 @@ async def test_failed_partition_writes_alone_until_success(brokers: Writes) -> N
 async def test_shared_request_has_short_timeout(brokers: Writes) -> None:
     writing = [brokers.write(A), brokers.write(B), brokers.write(C, b"x" * REQUEST_BYTES_MAX)]
     await settle()
-    waits = sorted((len(sent.batches), sent.request._timeout) for sent in brokers.sent)
+    waits = sorted((len(sent.batches), sent.request.timeout_ms) for sent in brokers.sent)
     patience_ms = round(brokers.client.settings.request_timeout_s * 1000)
     assert waits == [(1, patience_ms), (2, 1000)]
     await brokers.store_all(writing)

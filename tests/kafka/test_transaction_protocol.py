@@ -20,7 +20,8 @@ from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Unanswer
 from txbroker.kafka.client.producer import Producer, ProducerFenced
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.batch import batch_body
-from txbroker.kafka.protocol.schemas import SchemaRequest, api_versions, finalized_features
+from txbroker.kafka.protocol.encoder import Request
+from txbroker.kafka.protocol.schemas import api_versions, finalized_features
 from txbroker.net.timers import Backoff
 
 EPOCH_MAX = (1 << 15) - 1
@@ -33,7 +34,7 @@ BROKERS_MAX_S = 900.0
 _UPGRADE, _UNSAFE_DOWNGRADE = 1, 3
 
 
-class _UpdateFeaturesV1(SchemaRequest):
+class _UpdateFeaturesV1(Request):
     API_KEY, API_VERSION = 57, 1
     REQUEST = """timeout_ms:i32 updates[feature:str level:i16 upgrade_type:i8]
         validate_only:bool"""
@@ -154,8 +155,8 @@ class Brokers(Client):
             if isinstance(self.features, Exception):
                 raise self.features
             return self.features
-        if name == "AddPartitionsToTxnRequest":
-            errors = [(topic, [(p, 0) for p in parts]) for topic, parts in request._topics]
+        if name == "AddPartitionsToTxnV0":
+            errors = [(topic, [(p, 0) for p in parts]) for topic, parts in request.topics]
             return SimpleNamespace(errors=errors)
         if name == "InitProducerIdV5":
             return self._begin(*request.values[2:])
@@ -221,7 +222,7 @@ async def test_partitions_of_several_brokers_are_added_at_once(
     brokers.leaders = leaders
     own = await brokers.begun()
     await own.add([("a", 0), ("b", 0)], Backoff(1, 0.001))
-    assert brokers.asked == ["AddPartitionsToTxnRequest"] * adds
+    assert brokers.asked == ["AddPartitionsToTxnV0"] * adds
 
 
 @pytest.mark.rule(15)
@@ -235,7 +236,7 @@ async def test_partitions_are_added_explicitly_right_after_an_end(
     for _ in range(2):
         await own.add([("a", 0)], backoff)
         await own.end(commit=True, backoff=backoff)
-    assert brokers.asked == ["EndTxnV5", "AddPartitionsToTxnRequest", "EndTxnV5"]
+    assert brokers.asked == ["EndTxnV5", "AddPartitionsToTxnV0", "EndTxnV5"]
     monkeypatch.setattr("txbroker.kafka.client.producer._MARKERS_S", -1)
     await own.add([("a", 0)], backoff)
     assert brokers.asked[3:] == []
@@ -261,7 +262,7 @@ async def test_visible_transaction_completes_soon_after(
         own.note_visible()
     brokers.asked.clear()
     await own.add([("a", 0)], backoff)
-    assert brokers.asked == ["AddPartitionsToTxnRequest"] * adds
+    assert brokers.asked == ["AddPartitionsToTxnV0"] * adds
 
 
 @pytest.mark.parametrize("features", [LEVEL_1, LEVEL_2])
@@ -270,7 +271,7 @@ async def test_only_version_2_retries_unanswered_requests(features: bytes) -> No
     brokers.leaders = {"a": 1, "b": 2}
     own = await brokers.begun()
     ends = "EndTxnV0" if features == LEVEL_1 else "EndTxnV5"
-    brokers.silent = ["AddPartitionsToTxnRequest", ends]
+    brokers.silent = ["AddPartitionsToTxnV0", ends]
     backoff = Backoff(1, 0.001)
     requests = (own.add([("a", 0), ("b", 0)], backoff), own.end(commit=True, backoff=backoff))
     for request in requests:
@@ -280,7 +281,7 @@ async def test_only_version_2_retries_unanswered_requests(features: bytes) -> No
         else:
             await request
     times = 1 if features == LEVEL_1 else 2
-    assert Counter(brokers.asked) == {"AddPartitionsToTxnRequest": times, ends: times}
+    assert Counter(brokers.asked) == {"AddPartitionsToTxnV0": times, ends: times}
 
 
 @pytest.mark.rule(15)

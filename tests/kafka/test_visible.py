@@ -49,7 +49,7 @@ class Kafka(Client):
 
     async def ask(self, node: int, request: Any, *_: Any) -> Any:
         """Return the ends."""
-        partitions = [(topic, n) for topic, parts in request._topics for n, _ in parts]
+        partitions = [(topic, n) for topic, parts in request.topics for n, _ in parts]
         self.asked.append((node, partitions))
         if node in self.hung:
             await asyncio.Event().wait()

@@ -638,7 +638,7 @@ class WriterHarness:
     async def _ask(self, node: int, request: Any, lane: str) -> Any:
         topics = [
             (topic, [(number, 0, -1, self.stable) for number, _ in parts])
-            for topic, parts in request._topics
+            for topic, parts in request.topics
         ]
         return SimpleNamespace(topics=topics)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiokafka.protocol.metadata import MetadataRequest
 
 from tests.kit.service import FakeEndpoint, Service
 from tests.kit.until import until
@@ -25,6 +24,7 @@ from txbroker.kafka.client.client import Client, Connection
 from txbroker.kafka.client.connection import open_connection
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.door import KafkaDoor
+from txbroker.kafka.protocol.schemas import MetadataV5
 from txbroker.kafka.tools.examination import KafkaExamination
 
 PATIENCE_S = 30.0
@@ -196,8 +196,8 @@ async def test_expired_login_interrupts_nothing(secure_kafka: SecureKafka) -> No
     assert all(REAUTH_MS / 2000 < life < REAUTH_MS / 1000 for life in lives), lives
 
 
-def metadata() -> MetadataRequest:
-    return MetadataRequest([], allow_auto_topic_creation=False)
+def metadata() -> MetadataV5:
+    return MetadataV5([], False)
 
 
 # --- logins that end -----------------------------------------------------------------------------

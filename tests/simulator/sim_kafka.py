@@ -265,13 +265,13 @@ class Cluster:
         self._producers = 0
         self._handlers = {
             "ProduceV7": self._produce,
-            "FetchRequest": self._fetch,
+            "FetchV11": self._fetch,
             "ListOffsetsV3": self._offsets,
-            "MetadataRequest": self._metadata,
+            "MetadataV5": self._metadata,
             "MetadataV10": self._topic_metadata,  # all know the same: none is cut off
-            "FindCoordinatorRequest": self._find_coordinator,
-            "InitProducerIdRequest": self._init,
-            "AddPartitionsToTxnRequest": self._add,
+            "FindCoordinatorV1": self._find_coordinator,
+            "InitProducerIdV0": self._init,
+            "AddPartitionsToTxnV0": self._add,
             "EndTxnV0": self._end,
             "ApiVersionsV3": self._features,
             "InitProducerIdV5": self._init,
@@ -304,7 +304,7 @@ class Cluster:
 
     def _produce(self, node: int, request: Any) -> Any:
         topics = []
-        for topic, parts in request._topics:
+        for topic, parts in request.topics:
             stored = [(n, *self._append(node, (topic, n), data, request)) for n, data in parts]
             topics.append((topic, stored))
         return SimpleNamespace(topics=topics)
@@ -317,7 +317,7 @@ class Cluster:
             return NOT_LEADER, -1, -1
 
         def in_transaction(producer: int, epoch: int) -> bool:
-            known = self.ids.get(request._transactional_id)
+            known = self.ids.get(request.transactional_id)
             ongoing = known is not None and known.state == "ongoing"
             ours = ongoing and (known.producer, known.epoch) == (producer, epoch)
             return ours and name in known.partitions
@@ -329,16 +329,16 @@ class Cluster:
     def _write(self, node: int, request: Any) -> Any:
         """A write that puts its partitions into the transaction, as far as they are led here."""
         topics = []
-        for topic, parts in request._topics:
+        for topic, parts in request.topics:
             stored = []
             for number, data in parts:
                 name, code = (topic, number), NONE
                 if name in self.logs and self.logs[name].leader == node:
-                    code = self._put_in(request._transactional_id, name, data)
+                    code = self._put_in(request.transactional_id, name, data)
                 found = (code, -1, -1)
                 if code == NONE:
                     found = self._append(node, name, data, request)
-                stored.append((number, *found, None))
+                stored.append((number, *found, -1, [], None))
             topics.append((topic, stored))
         return SimpleNamespace(topics=topics)
 
@@ -358,7 +358,7 @@ class Cluster:
         return NONE
 
     def _fetch(self, node: int, request: Any) -> Any:
-        ((topic, ((number, position, bytes_max),)),) = request._topics
+        ((topic, ((number, position, bytes_max),)),) = request.topics
         log = self.logs.get((topic, number))
         code, aborted, data = UNKNOWN_TOPIC, [], b""
         high, stable = -1, -1
@@ -368,11 +368,11 @@ class Cluster:
             if log.leader != node:
                 code = NOT_LEADER
             else:
-                committed = request._isolation_level == _READ_COMMITTED
+                committed = request.isolation_level == _READ_COMMITTED
                 code, aborted, data = log.fetch(position, bytes_max, high, committed=committed)
-        if code == NONE and not data and request._max_wait_ms > 0:
-            wait_s = request._max_wait_ms / 1000
-            request._max_wait_ms = 0
+        if code == NONE and not data and request.wait_ms > 0:
+            wait_s = request.wait_ms / 1000
+            request.wait_ms = 0
             return wait_s
         found = (number, code, high, stable, 0, aborted, data)
         return SimpleNamespace(topics=[(topic, [found])], error_code=NONE)
@@ -390,7 +390,7 @@ class Cluster:
 
     def _offsets(self, node: int, request: Any) -> Any:
         topics = []
-        for topic, parts in request._topics:
+        for topic, parts in request.topics:
             found = []
             for number, which in parts:
                 log = self.logs.get((topic, number))
@@ -400,7 +400,7 @@ class Cluster:
                 if which != _EARLIEST and self._high(log) < log.end:
                     found.append((number, OFFSET_UNKNOWN, -1, -1))
                     continue
-                stable = request._isolation_level == _READ_COMMITTED
+                stable = request.isolation_level == _READ_COMMITTED
                 end = log.stable_end if stable else log.end
                 found.append((number, NONE, -1, log.begin if which == _EARLIEST else end))
             topics.append((topic, found))
@@ -418,7 +418,7 @@ class Cluster:
         return SimpleNamespace(topics=topics)
 
     def _metadata(self, _: int, request: Any) -> Any:
-        return self._described(request._topics, [], [])
+        return self._described(request.topics, [], [])
 
     def _topic_metadata(self, _: int, request: Any) -> Any:
         names = [name for _id, name in request.values[0]]
@@ -449,12 +449,11 @@ class Cluster:
         return self.coordinators.setdefault(transactional_id, len(transactional_id) % 3)
 
     def _find_coordinator(self, _: int, request: Any) -> Any:
-        node = self.coordinator(request._coordinator_key)
+        node = self.coordinator(request.key)
         return SimpleNamespace(error_code=NONE if node >= 0 else 15, coordinator_id=node)
 
     def _init(self, node: int, request: Any) -> Any:
-        by_schema = hasattr(request, "values")
-        id = request.values[0] if by_schema else request._transactional_id
+        id = request.transactional_id
         if id is None:
             return self._begun(self._new_producer(), 0)
         if self.coordinator(id) != node:
@@ -483,17 +482,17 @@ class Cluster:
         return SimpleNamespace(error_code=code, producer_id=producer, producer_epoch=epoch)
 
     def _refusal(self, node: int, request: Any) -> int:
-        known = self.ids.get(request._transactional_id)
-        if self.coordinator(request._transactional_id) != node:
+        known = self.ids.get(request.transactional_id)
+        if self.coordinator(request.transactional_id) != node:
             return NOT_COORDINATOR
-        if known is None or known.producer != request._producer_id:
+        if known is None or known.producer != request.producer_id:
             return BAD_MAPPING
-        return NONE if known.epoch == request._producer_epoch else BAD_EPOCH
+        return NONE if known.epoch == request.producer_epoch else BAD_EPOCH
 
     def _add(self, node: int, request: Any) -> Any:
         code = self._refusal(node, request)
-        id = request._transactional_id
-        names = [(topic, number) for topic, parts in request._topics for number in parts]
+        id = request.transactional_id
+        names = [(topic, number) for topic, parts in request.topics for number in parts]
         if code == NONE:
             known = self.ids[id]
             if known.state.startswith("prepare"):
@@ -502,7 +501,7 @@ class Cluster:
                 code = UNKNOWN_TOPIC
             else:
                 self._open(id, known, names)
-        errors = [(topic, [(number, code) for number in parts]) for topic, parts in request._topics]
+        errors = [(topic, [(number, code) for number in parts]) for topic, parts in request.topics]
         return SimpleNamespace(errors=errors)
 
     def _open(self, id: str, known: TransactionalId, names: list[Name]) -> None:
@@ -522,15 +521,15 @@ class Cluster:
     def _end(self, node: int, request: Any) -> Any:
         code = self._refusal(node, request)
         if code == NONE:
-            known = self.ids[request._transactional_id]
-            wanted = "commit" if request._committed else "abort"
+            known = self.ids[request.transactional_id]
+            wanted = "commit" if request.committed else "abort"
             if known.state == "ongoing":
-                self._prepare(request._transactional_id, known, commit=request._committed)
+                self._prepare(request.transactional_id, known, commit=request.committed)
             elif known.state == f"prepare {wanted}":
                 code = CONCURRENT
             elif known.state != f"complete {wanted}":
                 code = BAD_STATE
-        self.note(f"end {request._transactional_id} {request._committed} code {code}")
+        self.note(f"end {request.transactional_id} {request.committed} code {code}")
         return SimpleNamespace(error_code=code)
 
     def _features(self, _: int, __: Any) -> Any:
@@ -544,15 +543,15 @@ class Cluster:
         known.raised = self.second
 
     def _end_and_raise(self, node: int, request: Any) -> Any:
-        id, commit = request._transactional_id, request._committed
+        id, commit = request.transactional_id, request.committed
         known = self.ids.get(id)
         code = NONE
         if self.coordinator(id) != node:
             code = NOT_COORDINATOR
-        elif known is None or known.producer != request._producer_id:
+        elif known is None or known.producer != request.producer_id:
             code = BAD_MAPPING
         else:
-            code = self._end_once(known, request._producer_epoch, commit=commit)
+            code = self._end_once(known, request.producer_epoch, commit=commit)
             if code == NONE and known.state == "ongoing":
                 self._raise(known)
                 self._prepare(id, known, commit=commit)

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from aiokafka.errors import KafkaConnectionError, RequestTimedOutError
-from aiokafka.protocol.fetch import FetchRequest
 from msgspec import Struct
 
 from tests.simulator.sim_kafka import FIRST_PORT, Cluster
 from tests.simulator.sim_loop import PROCESS, Handle, Life, Process, SimLoop
-from txbroker.kafka.protocol.packed import ListOffsetsV3
+from txbroker.kafka.protocol.schemas import FetchV11, ListOffsetsV3
 
 
 class Weather(Struct):
@@ -134,7 +133,7 @@ class Connection:
         network.note(f"{self._process.name}: {_word(request)} late")
         if _word(request) == "EndTxn" and random.random() < 0.7:
             # It does most harm in the middle of what the same producer writes next.
-            network.ghosts[request._transactional_id] = (self, request)
+            network.ghosts[request.transactional_id] = (self, request)
             return
         later_s = random.random() * network.weather.late_s
         brokers = network.cluster.process.context
@@ -143,9 +142,9 @@ class Connection:
     def _wake_ghost(self, request: Any) -> None:
         """Let an EndTxn that was held back arrive about when its producer writes again."""
         network, random = self._network, self._process.random
-        ghost = network.ghosts.pop(request._transactional_id, None)
+        ghost = network.ghosts.pop(request.transactional_id, None)
         if ghost is not None:
-            network.note(f"the late EndTxn of {request._transactional_id} arrives")
+            network.note(f"the late EndTxn of {request.transactional_id} arrives")
             connection, late = ghost
             self._loop.call_later(random.random() * 0.002, connection._arrive, late, None, True)
 
@@ -156,7 +155,7 @@ class Connection:
         if process.life is Life.DEAD and process.random.random() < 0.5:
             # It had not left the machine.
             return
-        if not isinstance(request, FetchRequest | ListOffsetsV3):
+        if not isinstance(request, FetchV11 | ListOffsetsV3):
             network.note(f"{process.name}: {_word(request)} is at broker {self._node}")
         if network.ghosts and _word(request) == "Produce":
             self._wake_ghost(request)

@@ -6,10 +6,9 @@ import asyncio
 import random
 import struct
 from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import cast
 
 import pytest
-from aiokafka.protocol.api import Request
 
 from tests.faults.cluster.links import (
     END_TXN,
@@ -21,7 +20,7 @@ from tests.faults.cluster.links import (
     source_of,
     transactional_id,
 )
-from txbroker.kafka.protocol.packed import PackedRequest
+from txbroker.kafka.protocol.encoder import Request
 from txbroker.kafka.protocol.transactions import TXN_V1, TXN_V2, TxnProtocolV1
 
 _FETCH, _ADD_PARTITIONS = 1, 24
@@ -217,16 +216,10 @@ def test_broker_is_identified_by_client_id(client: bytes, source: int) -> None:
 @pytest.mark.parametrize("protocol", [TXN_V1, TXN_V2])
 def test_transactional_id_is_found_in_both_versions(protocol: TxnProtocolV1) -> None:
     whole = dict.fromkeys(range(99), (0, 99))
-    requests: list[Request[Any] | PackedRequest] = [
+    requests: list[Request] = [
         protocol.init_producer_id("mine", 1000),
         protocol.produce("mine", 1000, [("topic", [(0, b"batch")])]),
         protocol.end_txn("mine", 1, 0, commit=True),
     ]
     for each in requests:
-        if isinstance(each, PackedRequest):
-            frame = each.frame(whole, 1, b"client")
-        else:
-            made = each.prepare(whole)
-            body = made.build_request_header(1, "client").encode() + made.encode()
-            frame = struct.pack(">i", len(body)) + body
-        assert transactional_id(frame) == b"mine", each
+        assert transactional_id(each.frame(whole, 1, b"client")) == b"mine", each

@@ -6,15 +6,19 @@ import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from aiokafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
-from aiokafka.protocol.api import Request
-
 from txbroker.door.consuming import TopicIdentity, TopicSpec
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused, TopicFacts, is_retriable
 from txbroker.kafka.client.producer import TOPIC_CREATION_S
 from txbroker.kafka.protocol.codes import RETRIABLE, Code, describe
-from txbroker.kafka.protocol.schemas import RIGHTS_NOT_REQUESTED, alter_configs, metadata
+from txbroker.kafka.protocol.encoder import Request
+from txbroker.kafka.protocol.schemas import (
+    RIGHTS_NOT_REQUESTED,
+    CreateTopicsV3,
+    DescribeConfigsV2,
+    alter_configs,
+    metadata,
+)
 from txbroker.net.timers import Backoff
 
 _CHANNEL = "admin"
@@ -36,7 +40,7 @@ class Admin:
 
     async def configs(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
         """Return the settings of topics, without topics that are missing or may not be read."""
-        request = DescribeConfigsRequest([(_TOPIC, name, None) for name in names])
+        request = DescribeConfigsV2([(_TOPIC, name, None) for name in names])
         answer = await self._client.ask_any(request, _CHANNEL)
         configs: dict[str, dict[str, str]] = {}
         for code, _message, _type, name, entries in answer.resources:
@@ -109,9 +113,7 @@ class Admin:
         timeout_ms = round(settings.request_timeout_s * 1000)
         while True:
             try:
-                answer = await self._ask_controller(
-                    CreateTopicsRequest(requests, timeout_ms, validate_only=False)
-                )
+                answer = await self._ask_controller(CreateTopicsV3(requests, timeout_ms, False))
                 for name, code, *message in answer.topic_errors:
                     if code not in (Code.NONE, Code.TOPIC_EXISTS):
                         reason = (message and message[0]) or describe(code)
@@ -152,6 +154,6 @@ class Admin:
                     code, f"cannot change settings of topic {name}: {message or describe(code)}"
                 )
 
-    async def _ask_controller(self, request: Request[Any]) -> Any:
+    async def _ask_controller(self, request: Request) -> Any:
         await self._client.refresh(())
         return await self._client.ask(self._client.controller, request, _CHANNEL)

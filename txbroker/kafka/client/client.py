@@ -1,7 +1,7 @@
 """Connections to brokers, and a cache of partition leaders and coordinators.
 
-The client library does the handshake and encodes rare requests. Retries are decided here and in
-the callers: the library's producer hides requests that were never answered, and its stop can hang.
+Retries are decided here and in the callers: the client library's producer hides requests that were
+never answered, and its stop can hang.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, Self
 
 from aiokafka.errors import IncompatibleBrokerVersion, KafkaError
-from aiokafka.protocol.api import Request
-from aiokafka.protocol.coordination import FindCoordinatorRequest
-from aiokafka.protocol.metadata import MetadataRequest
 from msgspec import Struct
 
 from txbroker.config.addresses import Address, parse_address
@@ -28,7 +25,8 @@ from txbroker.kafka.client.connection import (
 )
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, RETRIABLE, Code, describe
-from txbroker.kafka.protocol.packed import PackedRequest
+from txbroker.kafka.protocol.encoder import Request
+from txbroker.kafka.protocol.schemas import FindCoordinatorV1, MetadataV5
 
 _IDLE_MS = 9 * 60 * 1000  # a minute less than the brokers' default: we close first
 GROUP, TRANSACTION = 0, 1
@@ -116,7 +114,7 @@ class Client:
     async def ask(
         self,
         node: int,
-        request: Request[Any] | PackedRequest,
+        request: Request,
         channel: str,
         timeout_s: float | None = None,
     ) -> Any:
@@ -142,7 +140,7 @@ class Client:
     def post(
         self,
         node: int,
-        request: PackedRequest,
+        request: Request,
         channel: str,
         on_answer: Callable[[Any], None],
         on_error: Callable[[Exception], None],
@@ -181,9 +179,7 @@ class Client:
         why = error.__cause__ or error
         return Unanswered(f"broker {node} did not answer ({why!r})")
 
-    async def ask_any(
-        self, request: Request[Any] | PackedRequest, channel: str, timeout_s: float | None = None
-    ) -> Any:
+    async def ask_any(self, request: Request, channel: str, timeout_s: float | None = None) -> Any:
         """Send a request to one broker after another until one answers; see `ask`."""
         if not self.brokers:
             await self.refresh(())
@@ -195,7 +191,7 @@ class Client:
             raise
 
     async def _ask_in_turn(
-        self, request: Request[Any] | PackedRequest, channel: str, timeout_s: float | None = None
+        self, request: Request, channel: str, timeout_s: float | None = None
     ) -> Any:
         """Ask one broker after another: in random order, unresponsive ones last, because each costs
         a full request timeout."""
@@ -307,7 +303,7 @@ class Client:
     async def refresh(self, topics: Iterable[str]) -> dict[str, TopicFacts]:
         """Return metadata of topics, creating none, and cache the partitions' leaders."""
         names = list(topics)
-        answer = await self._ask_metadata(MetadataRequest(names, allow_auto_topic_creation=False))
+        answer = await self._ask_metadata(MetadataV5(names, False))
         self.brokers = {node: (host, port) for node, host, port, *_ in answer.brokers}
         self.controller = answer.controller_id
         topics_found = {}
@@ -324,7 +320,7 @@ class Client:
                 self._leaders[topic, partition] = fact.leader
         return topics_found
 
-    async def _ask_metadata(self, request: MetadataRequest) -> Any:
+    async def _ask_metadata(self, request: MetadataV5) -> Any:
         try:
             return await self._ask_in_turn(request, "metadata")
         except (NotSent, Unanswered) as error:
@@ -394,7 +390,7 @@ class Client:
         known = self._coordinators.get((kind, key))
         if known is not None:
             return known
-        answer = await self.ask_any(FindCoordinatorRequest(key, kind), "metadata")
+        answer = await self.ask_any(FindCoordinatorV1(key, kind), "metadata")
         if answer.error_code:
             raise KafkaRefused(answer.error_code)
         node: int = answer.coordinator_id

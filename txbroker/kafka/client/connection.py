@@ -14,7 +14,6 @@ import ssl
 import struct
 from collections import deque
 from collections.abc import Awaitable, Iterator
-from io import BytesIO
 from typing import Any, cast
 
 import structlog
@@ -29,10 +28,9 @@ from aiokafka.errors import (
     UnsupportedSaslMechanismError,
     for_code,
 )
-from aiokafka.protocol.api import Request
 
 from txbroker.kafka.client.login import NoToken
-from txbroker.kafka.protocol.packed import PackedRequest, Versions
+from txbroker.kafka.protocol.encoder import Request, Versions
 from txbroker.kafka.protocol.schemas import ApiVersionsV0, SaslAuthenticateV1, SaslHandshakeV1
 
 LOGIN_SHARE = 0.8
@@ -76,7 +74,7 @@ class Connection(asyncio.Protocol):
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self._versions = _FIRST_REQUEST
         self._number = 0
-        self._requests: deque[tuple[int, Any, asyncio.TimerHandle, Any]] = deque()
+        self._requests: deque[tuple[int, Request, asyncio.TimerHandle, Any]] = deque()
         """Correlation id, request, its time limit, and what receives the answer."""
         self._rest = bytearray()
         """The beginning of an answer."""
@@ -92,7 +90,7 @@ class Connection(asyncio.Protocol):
             self.close()
         return self._transport is not None
 
-    def send(self, request: Request[Any] | PackedRequest, answer: Any = None) -> Awaitable[Any]:
+    def send(self, request: Request, answer: Any = None) -> Awaitable[Any]:
         """Send a request; return an awaitable of its answer, which may raise TimeoutError.
 
         Args:
@@ -106,16 +104,7 @@ class Connection(asyncio.Protocol):
         if self._transport is None:
             raise KafkaConnectionError(f"No connection to broker at {self._address}")
         self._number = number = (self._number + 1) % _NUMBERS
-        asked: Any
-        if isinstance(request, PackedRequest):
-            asked = request
-            frame = request.frame(self._versions, number, self._client_id)
-        else:
-            asked = request.prepare(self._versions)
-            client_id = self._client_id.decode()
-            header = asked.build_request_header(correlation_id=number, client_id=client_id)
-            frame = header.encode() + asked.encode()
-            frame = _SIZE.pack(len(frame)) + frame
+        frame = request.frame(self._versions, number, self._client_id)
         try:
             self._transport.write(frame)
         except (OSError, RuntimeError) as error:
@@ -124,7 +113,7 @@ class Connection(asyncio.Protocol):
             raise KafkaConnectionError(f"connection broken: {error}") from error
         answer = answer or self._loop.create_future()
         timer = self._loop.call_later(self._request_timeout_s, self._expire, answer)
-        self._requests.append((number, asked, timer, answer))
+        self._requests.append((number, request, timer, answer))
         awaitable: Awaitable[Any] = answer
         return awaitable
 
@@ -199,17 +188,12 @@ class Connection(asyncio.Protocol):
 
     def _take(self, frame: bytes) -> None:
         """Pass an answer to the oldest request."""
-        number, asked, timer, answer = self._requests[0]
+        number, request, timer, answer = self._requests[0]
         (answered,) = _SIZE.unpack_from(frame)
         if answered != number:
             raise CorrelationIdError(f"request {number} is next, the answer is to {answered}")
         if not answer.done():
-            if isinstance(asked, PackedRequest):
-                answer.set_result(asked.read(frame))
-            else:
-                buffer = BytesIO(frame)
-                asked.parse_response_header(buffer)
-                answer.set_result(asked.RESPONSE_TYPE.decode(buffer))
+            answer.set_result(request.read(frame))
         timer.cancel()
         self._answered_s = self._loop.time()
         # Only now: if it does not decode, closing the connection fails the request.

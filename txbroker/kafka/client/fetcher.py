@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import structlog
-from aiokafka.protocol.fetch import FetchRequest
 from msgspec import Struct
 
 from txbroker.door.consuming import Deliver, Fetcher, FetchFailed, FetchingEnded, OffsetMissing
@@ -28,6 +27,7 @@ from txbroker.kafka.client.reader import READ_COMMITTED
 from txbroker.kafka.protocol.batch import decode_batch
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.protocol.fetched import Fetched
+from txbroker.kafka.protocol.schemas import FetchV11
 from txbroker.kafka.protocol.transactions import Partition, by_topic
 from txbroker.net.timers import grown_pause_s
 
@@ -226,11 +226,11 @@ class KafkaFetcher(Fetcher):
             (f.partition[0], (f.partition[1], f.position, self.partition_bytes)) for f in feeds
         )
         topics = list(by_topic(entries).items())
-        request = FetchRequest(wait_ms, 1, _REQUEST_BYTES, READ_COMMITTED, topics)
+        request = FetchV11(wait_ms, 1, _REQUEST_BYTES, READ_COMMITTED, topics)
         channel = f"{self._channel}{lane}"
         try:
             answer = await self._client.ask(broker.node, request, channel, _ANSWER_S)
-            if code := getattr(answer, "error_code", Code.NONE):
+            if code := answer.error_code:
                 raise KafkaRefused(code)
         except (KafkaUnavailable, ConfigurationError) as error:
             self._lost(feeds, error)

@@ -17,7 +17,7 @@ from txbroker.kafka.client.client import (
     is_retriable,
 )
 from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, Code, describe
-from txbroker.kafka.protocol.packed import PackedRequest
+from txbroker.kafka.protocol.encoder import Request
 from txbroker.kafka.protocol.schemas import DescribeGroupsV4, ListGroupsV4, OffsetFetchV7
 from txbroker.net.timers import Backoff
 
@@ -27,7 +27,7 @@ _CONSUMERS = ("consumer", "")
 """Protocol types of consumers' groups; groups that have only offsets have none."""
 
 
-async def ask_group(client: Client, group: str, request: PackedRequest, backoff: Backoff) -> Any:
+async def ask_group(client: Client, group: str, request: Request, backoff: Backoff) -> Any:
     """Ask a group's coordinator until it answers as the coordinator.
 
     Raises:

@@ -7,14 +7,19 @@ import contextlib
 import itertools
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from aiokafka.protocol.api import Request
-from aiokafka.protocol.group import JoinGroupRequest, SyncGroupRequest
 from msgspec import Struct
 
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import GROUP, Client, KafkaRefused, coordinator_moved
 from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, RETRIABLE, Code, describe
-from txbroker.kafka.protocol.schemas import DescribeGroupsV4, HeartbeatV3, LeaveGroupV3
+from txbroker.kafka.protocol.encoder import Request
+from txbroker.kafka.protocol.schemas import (
+    DescribeGroupsV4,
+    HeartbeatV3,
+    JoinGroupV5,
+    LeaveGroupV3,
+    SyncGroupV3,
+)
 from txbroker.net.timers import Backoff
 
 _PROTOCOL_TYPE = "consumer"
@@ -165,9 +170,7 @@ class Member(Generic[A]):
             shares = await self._assign(answer.generation_id, answer.members)
         sent_at = asyncio.get_running_loop().time()
         sync = await self._ask(
-            SyncGroupRequest(
-                self._group, answer.generation_id, self._member_id, self._instance, shares
-            )
+            SyncGroupV3(self._group, answer.generation_id, self._member_id, self._instance, shares)
         )
         self._check(sync)
         assignment, outdated = self._joined(answer.generation_id, sync.member_assignment)
@@ -175,7 +178,7 @@ class Member(Generic[A]):
 
     async def _ask_to_join(self) -> Any:
         return await self._ask(
-            JoinGroupRequest(
+            JoinGroupV5(
                 self._group,
                 self._session_ms,
                 self._session_ms,
@@ -242,7 +245,7 @@ class Member(Generic[A]):
         meanwhile."""
         self._client.close_channels(self._join_channel)
 
-    async def _ask(self, request: Request[Any]) -> Any:
+    async def _ask(self, request: Request) -> Any:
         try:
             node = await self._client.coordinator(GROUP, self._group)
             answer = await self._client.ask(node, request, self._join_channel, self._join_timeout_s)

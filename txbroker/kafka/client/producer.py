@@ -9,8 +9,6 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from aiokafka.protocol.transaction import AddOffsetsToTxnRequest, AddPartitionsToTxnRequest
-
 from txbroker.errors import KafkaUnavailable, TxbrokerError
 from txbroker.kafka.client.client import (
     TRANSACTION,
@@ -24,8 +22,13 @@ from txbroker.kafka.client.client import (
 from txbroker.kafka.client.shared_writes import SharedWrites
 from txbroker.kafka.protocol.batch import Body, encode_batch
 from txbroker.kafka.protocol.codes import FENCED, LEADER_MOVED, RETRIABLE, Code, describe
-from txbroker.kafka.protocol.packed import PackedRequest
-from txbroker.kafka.protocol.schemas import DescribeTransactionsV0, api_versions
+from txbroker.kafka.protocol.encoder import Request
+from txbroker.kafka.protocol.schemas import (
+    AddOffsetsToTxnV0,
+    AddPartitionsToTxnV0,
+    DescribeTransactionsV0,
+    api_versions,
+)
 from txbroker.kafka.protocol.transactions import (
     NO_PRODUCER,
     TXN_V1,
@@ -389,7 +392,7 @@ class Producer:
         if not new:
             return
         topics = list(by_topic(new).items())
-        request = AddPartitionsToTxnRequest(self._transactional_id, self.id, self.epoch, topics)
+        request = AddPartitionsToTxnV0(self._transactional_id, self.id, self.epoch, topics)
         creation_deadline_s = backoff.left_s - TOPIC_CREATION_S
         while True:
             code, partition = await self._try_add(request, new[0])
@@ -425,7 +428,7 @@ class Producer:
         """
         if not self._protocol.explicit_add_partitions:
             return
-        request = AddOffsetsToTxnRequest(self._transactional_id, self.id, self.epoch, group)
+        request = AddOffsetsToTxnV0(self._transactional_id, self.id, self.epoch, group)
         while True:
             try:
                 code = (await self._ask_coordinator(request)).error_code
@@ -438,7 +441,7 @@ class Producer:
             if code not in RETRIABLE or not await backoff.pause():
                 raise KafkaRefused(code, f"cannot add group {group}: {describe(code)}")
 
-    def offset_commit(self, group: str, *fields: Any) -> PackedRequest:
+    def offset_commit(self, group: str, *fields: Any) -> Request:
         """Return the request that stores a group's offsets in the transaction; its coordinator
         takes it.
 

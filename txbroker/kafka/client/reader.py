@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
 import structlog
-from aiokafka.protocol.fetch import FetchRequest
 
 from txbroker.core.records import Record
 from txbroker.door.protocols import Hanging, LogTruncated
@@ -22,7 +21,7 @@ from txbroker.kafka.client.leaders import confirm_leader
 from txbroker.kafka.protocol.batch import Decode, decode_batch
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.protocol.fetched import Fetched
-from txbroker.kafka.protocol.packed import ListOffsetsV3
+from txbroker.kafka.protocol.schemas import FetchV11, ListOffsetsV3
 from txbroker.kafka.protocol.transactions import Partition, by_topic
 from txbroker.net.timers import Backoff
 
@@ -220,7 +219,7 @@ class Reader:
             LogTruncated: `position` is outside of the log.
         """
         partition = (self._partition, position, bytes_max)
-        request = FetchRequest(wait_ms, 1, bytes_max, READ_COMMITTED, [(self._topic, [partition])])
+        request = FetchV11(wait_ms, 1, bytes_max, READ_COMMITTED, [(self._topic, [partition])])
         try:
             try:
                 answer = await self._retry(request)

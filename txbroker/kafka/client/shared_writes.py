@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from msgspec import Struct
 
 from txbroker.errors import TxbrokerError
 from txbroker.kafka.client.client import Client, NotSent, Unanswered
 from txbroker.kafka.protocol.codes import Code
-from txbroker.kafka.protocol.packed import PartitionsResponse
 from txbroker.kafka.protocol.transactions import TXN_V1, Partition, PartitionResult, by_topic
 
 AT_ONCE = 2
@@ -240,7 +240,7 @@ class SharedWrites:
         )
         self._in_flight.add(request)
 
-    def _take_answer(self, request: _Request, answer: PartitionsResponse) -> None:
+    def _take_answer(self, request: _Request, answer: Any) -> None:
         try:
             results = {
                 (result.topic, result.partition): result

@@ -35,7 +35,7 @@ from txbroker.kafka.protocol.codes import (
     describe,
 )
 from txbroker.kafka.protocol.copies import Batch, Batches, RefusedBatch
-from txbroker.kafka.protocol.packed import PackedRequest
+from txbroker.kafka.protocol.encoder import Request
 from txbroker.kafka.protocol.schemas import OffsetCommitV7, OffsetFetchV7
 from txbroker.kafka.protocol.transactions import by_topic
 from txbroker.net.timers import Backoff
@@ -127,7 +127,7 @@ class GroupOffsets:
             return
         topics = _encoded(offsets)
 
-        def make(*member: Any) -> PackedRequest:
+        def make(*member: Any) -> Request:
             return OffsetCommitV7(self._group, *member, topics)
 
         await self._store(make, self._backoff())
@@ -202,7 +202,7 @@ class GroupOffsets:
         await producer.add_group(self._group, backoff)
         topics = _encoded(offsets)
 
-        def make(*member: Any) -> PackedRequest:
+        def make(*member: Any) -> Request:
             return producer.offset_commit(self._group, *member, topics)
 
         await self._store(make, backoff)
@@ -238,7 +238,7 @@ class GroupOffsets:
 
     # --- requests ----------------------------------------------------------------------------
 
-    async def _store(self, make: Callable[..., PackedRequest], backoff: Backoff) -> None:
+    async def _store(self, make: Callable[..., Request], backoff: Backoff) -> None:
         """Send offsets with the member's generation until they are stored.
 
         Args:

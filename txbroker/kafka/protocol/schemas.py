@@ -1,43 +1,16 @@
-"""Kafka requests that the client library lacks, as tables of their fields.
-
-A schema lists fields as `name:type`, arrays as `name[type]` or `name[fields]`. The types are those
-of Kafka's protocol guide (https://kafka.apache.org/protocol), shortened: i8 to i64, bool, str,
-bytes, uuid. In flexible versions strings and arrays are compact, and every struct ends in tagged
-fields: requests send none, and answers' are skipped, except for the outermost ones (`tags`)."""
+"""The requests to Kafka, each in one version, as tables of their fields (`encoder.py`)."""
 
 from __future__ import annotations
 
-import re
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from io import BytesIO
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
-from aiokafka.protocol.abstract import AbstractType
-from aiokafka.protocol.types import (
-    Array,
-    Boolean,
-    Bytes,
-    CompactArray,
-    CompactBytes,
-    CompactString,
-    Int8,
-    Int16,
-    Int32,
-    Int64,
-    Schema,
-    String,
-    TaggedFields,
-    UnsignedVarInt32,
-)
+from txbroker.kafka.protocol.encoder import Request, decoder
 
-from txbroker.kafka.protocol.packed import PackedRequest
+Batches: TypeAlias = Sequence[tuple[str, Sequence[tuple[int, bytes]]]]
+"""Each topic with its partition numbers and the encoded batch for each."""
 
-_CORRELATION_ID_BYTES = 4
-_NO_TAGS = b"\0"
 _NO_TOPIC_ID = bytes(16)
-_CONSUMER = -1
 _ANY_EPOCH = -1
 _READ_UNCOMMITTED = 0
 _MAX_TIMESTAMP = -3
@@ -47,140 +20,73 @@ RIGHTS_NOT_REQUESTED = -(2**31)
 """Brokers return this instead of rights unless the request asks for them."""
 
 
-# --- reading schemas -----------------------------------------------------------------------------
+# --- records -------------------------------------------------------------------------------------
 
 
-class _Uuid(AbstractType[bytes]):
-    @classmethod
-    def encode(cls, value: bytes) -> bytes:
-        return value
+class ProduceV7(Request):
+    """Produce for version 1 of the transaction protocol, and outside of transactions."""
 
-    @classmethod
-    def decode(cls, data: BytesIO) -> bytes:
-        return data.read(16)
-
-
-class _TaggedSchema(Schema):
-    """A struct of a flexible version. Sends no tagged fields, skips received ones."""
-
-    def encode(self, item: Sequence[Any]) -> bytes:
-        return super().encode(item) + _NO_TAGS
-
-    def decode(self, data: BytesIO) -> tuple[Any, ...]:
-        values = super().decode(data)
-        TaggedFields.decode(data)
-        return values
+    API_KEY, API_VERSION, FLEXIBLE = 0, 7, False
+    REQUEST = """transactional_id:str acks:i16 timeout_ms:i32
+        topics[name:str partitions[partition:i32 records:bytes]]"""
+    RESPONSE = """topics[name:str
+            partitions[partition:i32 error_code:i16 offset:i64 timestamp:i64 log_start_offset:i64]]
+        throttle_time_ms:i32"""
 
 
-class _FixedSizeArray(CompactArray):
-    """A compact array of structs of integers, decoded at once where none of them has tags.
+class ProduceV12(Request):
+    """Produce that also adds the partitions to the transaction, beginning it if needed."""
 
-    A partition can have ten thousand producers: one by one they would block the event loop.
-    """
-
-    def __init__(self, schema: Schema, types: str) -> None:
-        super().__init__(schema)
-        self._struct = struct.Struct(f">{types}x")
-
-    def decode(self, data: BytesIO) -> list[Any] | None:
-        length = UnsignedVarInt32.decode(data) - 1
-        if length < 0:
-            return None
-        start, size = data.tell(), self._struct.size
-        encoded = data.read(length * size)
-        if len(encoded) == length * size and not any(encoded[size - 1 :: size]):
-            return list(self._struct.iter_unpack(encoded))
-        data.seek(start)
-        return [self.array_of.decode(data) for _ in range(length)]
+    API_KEY, API_VERSION = 0, 12
+    REQUEST = ProduceV7.REQUEST
+    RESPONSE = """topics[name:str
+            partitions[partition:i32 error_code:i16 offset:i64 timestamp:i64 log_start_offset:i64
+                record_errors[batch_index:i32 error_message:str] error_message:str]]
+        throttle_time_ms:i32"""
 
 
-_INTEGERS: dict[Any, str] = {Int8: "b", Int16: "h", Int32: "i", Int64: "q"}
-_FIXED: dict[str, Any] = {
-    "i8": Int8,
-    "i16": Int16,
-    "i32": Int32,
-    "i64": Int64,
-    "bool": Boolean,
-    "uuid": _Uuid,
-}
-_PLAIN = {**_FIXED, "str": String("utf-8"), "bytes": Bytes}
-_COMPACT = {**_FIXED, "str": CompactString("utf-8"), "bytes": CompactBytes}
-_TOKEN = re.compile(r"(\w+):(\w+)|(\w+)\[(\w+)\]|(\w+)\[|(\])")
+class FetchV11(Request):
+    """Records of partitions, without a fetch session."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 1, 11, False
+    REQUEST = """replica_id:i32=-1 wait_ms:i32 bytes_min:i32 bytes_max:i32 isolation_level:i8
+        session_id:i32=0 session_epoch:i32=-1
+        topics[topic:str partitions[partition:i32 leader_epoch:i32=-1 offset:i64
+            log_start_offset:i64=-1 bytes_max:i32]]
+        forgotten_topics:i32=0 rack_length:i16=0"""
+    RESPONSE = """throttle_time_ms:i32 error_code:i16 session_id:i32
+        topics[topic:str partitions[partition:i32 error_code:i16 highwater_offset:i64
+            last_stable_offset:i64 log_start_offset:i64
+            aborted_transactions[producer_id:i64 first_offset:i64]
+            preferred_read_replica:i32 records:bytes]]"""
 
 
-def _schema(text: str, *, flexible: bool) -> Schema:
-    """Return the outermost struct of a schema, without its tagged fields."""
-    return Schema(*_fields(_TOKEN.finditer(text), flexible=flexible))
+class ListOffsetsV3(Request):
+    """Start or end of partitions, or the first offset from a timestamp on."""
 
-
-def _fields(tokens: Iterator[re.Match[str]], *, flexible: bool) -> list[tuple[str, Any]]:
-    types, array = (_COMPACT, CompactArray) if flexible else (_PLAIN, Array)
-    fields: list[tuple[str, Any]] = []
-    for token in tokens:
-        name, type_, list_name, list_type, struct_name, end = token.groups()
-        if end:
-            break
-        if name:
-            fields.append((name, types[type_]))
-        elif list_name:
-            fields.append((list_name, array(types[list_type])))
-        else:
-            fields.append((struct_name, _array(_fields(tokens, flexible=flexible), flexible)))
-    return fields
-
-
-def _array(fields: list[tuple[str, Any]], flexible: bool) -> Array:
-    if not flexible:
-        return Array(Schema(*fields))
-    schema = _TaggedSchema(*fields)
-    integers = [_INTEGERS.get(type_) for _name, type_ in fields if not isinstance(type_, Array)]
-    if len(integers) == len(fields) and all(integers):
-        return _FixedSizeArray(schema, "".join(map(str, integers)))
-    return CompactArray(schema)
-
-
-class SchemaRequest(PackedRequest):
-    """A request in one version, described by a schema.
-
-    Attributes:
-        FLEXIBLE: whether the version is flexible.
-        HEADER_TAGS: whether the answer's header has tagged fields, too.
-        REQUEST, RESPONSE: the fields, see the module's docstring.
-        values: of the request's fields, in order.
-    """
-
-    FLEXIBLE: ClassVar[bool] = True
-    HEADER_TAGS: ClassVar[bool] = True
-    REQUEST: ClassVar[str]
-    RESPONSE: ClassVar[str]
-    _request: ClassVar[Schema]
-    _response: ClassVar[Schema]
-
-    def __init_subclass__(cls) -> None:
-        cls._request = _schema(cls.REQUEST, flexible=cls.FLEXIBLE)
-        cls._response = _schema(cls.RESPONSE, flexible=cls.FLEXIBLE)
-
-    def __init__(self, *values: Any) -> None:
-        self.values = values
-
-    def _pack(self, parts: list[bytes]) -> None:
-        body = self._request.encode(self.values)
-        parts += (_NO_TAGS, body, _NO_TAGS) if self.FLEXIBLE else (body,)
-
-    def read(self, frame: bytes) -> Any:
-        """Return the answer's fields as attributes, `tags` among them."""
-        data = BytesIO(frame)
-        data.seek(_CORRELATION_ID_BYTES)
-        if self.FLEXIBLE and self.HEADER_TAGS:
-            TaggedFields.decode(data)
-        answer = dict(zip(self._response.names, self._response.decode(data), strict=True))
-        return SimpleNamespace(**answer, tags=TaggedFields.decode(data) if self.FLEXIBLE else {})
+    API_KEY, API_VERSION, FLEXIBLE = 2, 3, False
+    REQUEST = """replica_id:i32=-1 isolation_level:i8
+        topics[name:str partitions[partition:i32 timestamp:i64]]"""
+    RESPONSE = """throttle_time_ms:i32
+        topics[name:str partitions[partition:i32 error_code:i16 timestamp:i64 offset:i64]]"""
 
 
 # --- topics --------------------------------------------------------------------------------------
 
 
-class MetadataV10(SchemaRequest):
+class MetadataV5(Request):
+    """Brokers, and partitions of topics with their leaders and replicas."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 3, 5, False
+    REQUEST = "topics[str] allow_auto_topic_creation:bool"
+    RESPONSE = """throttle_time_ms:i32 brokers[node_id:i32 host:str port:i32 rack:str]
+        cluster_id:str controller_id:i32
+        topics[error_code:i16 name:str is_internal:bool
+            partitions[error_code:i16 partition:i32 leader:i32 replicas[i32] isr[i32]
+                offline_replicas[i32]]]"""
+
+
+class MetadataV10(Request):
     """Brokers and topics, with topic ids, leader epochs and, if requested, rights (KIP-430)."""
 
     API_KEY, API_VERSION = 3, 10
@@ -201,12 +107,41 @@ def metadata(topics: Iterable[str] | None, *, rights: bool = False) -> MetadataV
     return MetadataV10(entries, False, False, rights)
 
 
-class IncrementalAlterConfigsV0(SchemaRequest):
+class CreateTopicsV3(Request):
+    """Creates topics; their number of partitions or explicit replicas."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 19, 3, False
+    REQUEST = """topics[name:str partitions:i32 replication:i16
+            assignments[partition:i32 replicas[i32]] configs[name:str value:text]]
+        timeout_ms:i32 validate_only:bool"""
+    RESPONSE = "throttle_time_ms:i32 topic_errors[topic:str error_code:i16 error_message:str]"
+
+
+class DeleteTopicsV3(Request):
+    """Deletes topics."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 20, 3, False
+    REQUEST = "topics[str] timeout_ms:i32"
+    RESPONSE = "throttle_time_ms:i32 topic_error_codes[topic:str error_code:i16]"
+
+
+class DescribeConfigsV2(Request):
+    """Settings of topics or brokers, with their origin."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 32, 2, False
+    REQUEST = "resources[type:i8 name:str names[str]] include_synonyms:bool=False"
+    RESPONSE = """throttle_time_ms:i32
+        resources[error_code:i16 error_message:str type:i8 name:str
+            configs[name:str value:str read_only:bool source:i8 is_sensitive:bool
+                synonyms[name:str value:str source:i8]]]"""
+
+
+class IncrementalAlterConfigsV0(Request):
     """Changes the named settings and keeps the others."""
 
     API_KEY, API_VERSION, FLEXIBLE = 44, 0, False
     REQUEST = """resources[resource_type:i8 resource_name:str
-            configs[name:str config_operation:i8 value:str]]
+            configs[name:str config_operation:i8 value:text]]
         validate_only:bool"""
     RESPONSE = """throttle_time_ms:i32
         resources[error_code:i16 error_message:str resource_type:i8 resource_name:str]"""
@@ -218,11 +153,11 @@ def alter_configs(topic: str, configs: Mapping[str, str]) -> IncrementalAlterCon
     return IncrementalAlterConfigsV0([(_TOPIC, topic, entries)], False)
 
 
-class ListOffsetsV7(SchemaRequest):
+class ListOffsetsV7(Request):
     """Offsets and timestamps; this version knows the largest timestamp (KIP-734)."""
 
     API_KEY, API_VERSION = 2, 7
-    REQUEST = """replica_id:i32 isolation_level:i8
+    REQUEST = """replica_id:i32=-1 isolation_level:i8
         topics[name:str partitions[partition:i32 current_leader_epoch:i32 timestamp:i64]]"""
     RESPONSE = """throttle_time_ms:i32
         topics[name:str partitions[partition:i32 error_code:i16 timestamp:i64 offset:i64
@@ -235,13 +170,13 @@ def newest_timestamps(topics: Mapping[str, Sequence[int]]) -> ListOffsetsV7:
         (name, [(number, _ANY_EPOCH, _MAX_TIMESTAMP) for number in numbers])
         for name, numbers in topics.items()
     ]
-    return ListOffsetsV7(_CONSUMER, _READ_UNCOMMITTED, entries)
+    return ListOffsetsV7(_READ_UNCOMMITTED, entries)
 
 
 # --- transactions --------------------------------------------------------------------------------
 
 
-class DescribeProducersV0(SchemaRequest):
+class DescribeProducersV0(Request):
     """The producers whose state a partition's leader keeps (KIP-664)."""
 
     API_KEY, API_VERSION = 61, 0
@@ -257,7 +192,7 @@ def describe_producers(topics: Mapping[str, Sequence[int]]) -> DescribeProducers
     return DescribeProducersV0([(name, list(numbers)) for name, numbers in topics.items()])
 
 
-class ListTransactionsV0(SchemaRequest):
+class ListTransactionsV0(Request):
     """The transactions that one broker coordinates and the caller may describe (KIP-664)."""
 
     API_KEY, API_VERSION = 66, 0
@@ -266,7 +201,7 @@ class ListTransactionsV0(SchemaRequest):
         transaction_states[transactional_id:str producer_id:i64 transaction_state:str]"""
 
 
-class DescribeTransactionsV0(SchemaRequest):
+class DescribeTransactionsV0(Request):
     """The state of transactions; send it to their coordinator (KIP-664)."""
 
     API_KEY, API_VERSION = 65, 0
@@ -277,7 +212,15 @@ class DescribeTransactionsV0(SchemaRequest):
             producer_epoch:i16 topics[topic:str partitions[i32]]]"""
 
 
-class InitProducerIdV5(SchemaRequest):
+class InitProducerIdV0(Request):
+    """A producer id that fences earlier users of the transactional id, which may be None."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 22, 0, False
+    REQUEST = "transactional_id:str transaction_timeout_ms:i32"
+    RESPONSE = "throttle_time_ms:i32 error_code:i16 producer_id:i64 producer_epoch:i16"
+
+
+class InitProducerIdV5(Request):
     """A producer id that fences earlier users of the transactional id (KIP-890).
 
     With the id and epoch of a producer, only if no other producer has taken over since.
@@ -289,10 +232,44 @@ class InitProducerIdV5(SchemaRequest):
     RESPONSE = "throttle_time_ms:i32 error_code:i16 producer_id:i64 producer_epoch:i16"
 
 
+class AddPartitionsToTxnV0(Request):
+    """Adds partitions to a transaction, beginning it if needed."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 24, 0, False
+    REQUEST = """transactional_id:str producer_id:i64 producer_epoch:i16
+        topics[topic:str partitions[i32]]"""
+    RESPONSE = """throttle_time_ms:i32
+        errors[topic:str partition_errors[partition:i32 error_code:i16]]"""
+
+
+class AddOffsetsToTxnV0(Request):
+    """Adds the offsets of a group to a transaction."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 25, 0, False
+    REQUEST = "transactional_id:str producer_id:i64 producer_epoch:i16 group_id:str"
+    RESPONSE = "throttle_time_ms:i32 error_code:i16"
+
+
+class EndTxnV0(Request):
+    """Commits or aborts, for version 1 of the transaction protocol."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 26, 0, False
+    REQUEST = "transactional_id:str producer_id:i64 producer_epoch:i16 committed:bool"
+    RESPONSE = "throttle_time_ms:i32 error_code:i16"
+
+
+class EndTxnV5(Request):
+    """The same; its answer has the producer id and epoch for the next transaction (KIP-890)."""
+
+    API_KEY, API_VERSION = 26, 5
+    REQUEST = EndTxnV0.REQUEST
+    RESPONSE = "throttle_time_ms:i32 error_code:i16 producer_id:i64 producer_epoch:i16"
+
+
 # --- features ------------------------------------------------------------------------------------
 
 
-class ApiVersionsV0(SchemaRequest):
+class ApiVersionsV0(Request):
     """The versions of requests that a broker takes: the first request of a connection."""
 
     API_KEY, API_VERSION, FLEXIBLE = 18, 0, False
@@ -300,7 +277,7 @@ class ApiVersionsV0(SchemaRequest):
     RESPONSE = "error_code:i16 api_versions[api_key:i16 min_version:i16 max_version:i16]"
 
 
-class ApiVersionsV3(SchemaRequest):
+class ApiVersionsV3(Request):
     """The requests that a broker takes, and the finalized features of the cluster (KIP-584)."""
 
     API_KEY, API_VERSION = 18, 3
@@ -316,7 +293,7 @@ def api_versions() -> ApiVersionsV3:
 
 
 _FINALIZED_TAG = 2
-_FINALIZED = _array([("name", _COMPACT["str"]), ("max_level", Int16), ("min_level", Int16)], True)
+_finalized = decoder("features[name:str max_level:i16 min_level:i16]")
 
 
 def finalized_features(answer: Any) -> dict[str, int]:
@@ -324,14 +301,13 @@ def finalized_features(answer: Any) -> dict[str, int]:
     encoded: bytes | None = answer.tags.get(_FINALIZED_TAG)
     if encoded is None:
         return {}
-    features: Any = _FINALIZED.decode(BytesIO(encoded))
-    return {name: level for name, level, _min_level in features}
+    return {name: level for name, level, _min_level in _finalized(encoded)}
 
 
 # --- logins --------------------------------------------------------------------------------------
 
 
-class SaslHandshakeV1(SchemaRequest):
+class SaslHandshakeV1(Request):
     """Chooses the mechanism of a login."""
 
     API_KEY, API_VERSION, FLEXIBLE = 17, 1, False
@@ -339,7 +315,7 @@ class SaslHandshakeV1(SchemaRequest):
     RESPONSE = "error_code:i16 enabled_mechanisms[str]"
 
 
-class SaslAuthenticateV1(SchemaRequest):
+class SaslAuthenticateV1(Request):
     """One message of a login's mechanism; the last answer has the login's lifetime (KIP-368)."""
 
     API_KEY, API_VERSION, FLEXIBLE = 36, 1, False
@@ -350,7 +326,36 @@ class SaslAuthenticateV1(SchemaRequest):
 # --- groups --------------------------------------------------------------------------------------
 
 
-class HeartbeatV3(SchemaRequest):
+class FindCoordinatorV1(Request):
+    """The broker that coordinates a group or a transactional id."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 10, 1, False
+    REQUEST = "key:str kind:i8"
+    RESPONSE = """throttle_time_ms:i32 error_code:i16 error_message:str
+        coordinator_id:i32 host:str port:i32"""
+
+
+class JoinGroupV5(Request):
+    """Enters a group, or its next generation; answered when all members have."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 11, 5, False
+    REQUEST = """group:str session_timeout_ms:i32 rebalance_timeout_ms:i32 member_id:str
+        group_instance_id:str protocol_type:str protocols[name:str metadata:bytes]"""
+    RESPONSE = """throttle_time_ms:i32 error_code:i16 generation_id:i32 group_protocol:str
+        leader_id:str member_id:str
+        members[member_id:str group_instance_id:str member_metadata:bytes]"""
+
+
+class SyncGroupV3(Request):
+    """Brings the leader's assignment to all members."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 14, 3, False
+    REQUEST = """group:str generation_id:i32 member_id:str group_instance_id:str
+        assignments[member_id:str assignment:bytes]"""
+    RESPONSE = "throttle_time_ms:i32 error_code:i16 member_assignment:bytes"
+
+
+class HeartbeatV3(Request):
     """With the instance id, so that the coordinator fences a second process that uses it."""
 
     API_KEY, API_VERSION, FLEXIBLE = 12, 3, False
@@ -358,8 +363,8 @@ class HeartbeatV3(SchemaRequest):
     RESPONSE = "throttle_time_ms:i32 error_code:i16"
 
 
-class LeaveGroupV3(SchemaRequest):
-    """Removes a static member, which the client library never does."""
+class LeaveGroupV3(Request):
+    """Removes a static member of a group."""
 
     API_KEY, API_VERSION, FLEXIBLE = 13, 3, False
     REQUEST = "group:str members[member_id:str group_instance_id:str]"
@@ -367,8 +372,8 @@ class LeaveGroupV3(SchemaRequest):
         members[member_id:str group_instance_id:str error_code:i16]"""
 
 
-class DescribeGroupsV4(SchemaRequest):
-    """With the members' instance ids, which the client library's versions lack."""
+class DescribeGroupsV4(Request):
+    """The members of groups, with their instance ids."""
 
     API_KEY, API_VERSION, FLEXIBLE = 15, 4, False
     REQUEST = "groups[str] include_authorized_operations:bool"
@@ -379,7 +384,7 @@ class DescribeGroupsV4(SchemaRequest):
             authorized_operations:i32]"""
 
 
-class ListGroupsV4(SchemaRequest):
+class ListGroupsV4(Request):
     """The groups that one broker coordinates and the caller may describe."""
 
     API_KEY, API_VERSION = 16, 4
@@ -391,7 +396,7 @@ class ListGroupsV4(SchemaRequest):
 # --- offsets of groups ---------------------------------------------------------------------------
 
 
-class OffsetFetchV7(SchemaRequest):
+class OffsetFetchV7(Request):
     """Committed offsets; `topics` None is all. `require_stable` refuses them while a transaction
     with new ones is open (KIP-447)."""
 
@@ -403,22 +408,22 @@ class OffsetFetchV7(SchemaRequest):
         error_code:i16"""
 
 
-class OffsetCommitV7(SchemaRequest):
+class OffsetCommitV7(Request):
     """Stores offsets with a member's generation and instance id."""
 
     API_KEY, API_VERSION, FLEXIBLE = 8, 7, False
     REQUEST = """group_id:str generation_id:i32 member_id:str group_instance_id:str
-        topics[name:str partitions[partition:i32 offset:i64 leader_epoch:i32 metadata:str]]"""
+        topics[name:str partitions[partition:i32 offset:i64 leader_epoch:i32 metadata:text]]"""
     RESPONSE = """throttle_time_ms:i32 topics[name:str partitions[partition:i32 error_code:i16]]"""
 
 
-class TxnOffsetCommitV3(SchemaRequest):
+class TxnOffsetCommitV3(Request):
     """Stores offsets in a transaction with a member's generation and instance id (KIP-447)."""
 
     API_KEY, API_VERSION = 28, 3
     REQUEST = """transactional_id:str group_id:str producer_id:i64 producer_epoch:i16
         generation_id:i32 member_id:str group_instance_id:str
-        topics[name:str partitions[partition:i32 offset:i64 leader_epoch:i32 metadata:str]]"""
+        topics[name:str partitions[partition:i32 offset:i64 leader_epoch:i32 metadata:text]]"""
     RESPONSE = """throttle_time_ms:i32 topics[name:str partitions[partition:i32 error_code:i16]]"""
 
 

@@ -10,20 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from aiokafka.protocol.transaction import InitProducerIdRequest
-
-from txbroker.kafka.protocol.packed import (
+from txbroker.kafka.protocol.encoder import Request
+from txbroker.kafka.protocol.schemas import (
     Batches,
-    EndTxnResponse,
     EndTxnV0,
     EndTxnV5,
-    PackedRequest,
-    PartitionsResponse,
+    InitProducerIdV0,
+    InitProducerIdV5,
     ProduceV7,
     ProduceV12,
-)
-from txbroker.kafka.protocol.schemas import (
-    InitProducerIdV5,
     TxnOffsetCommitV3,
     TxnOffsetCommitV5,
     finalized_features,
@@ -86,29 +81,29 @@ class TxnProtocolV1:
         self, transactional_id: Any, timeout_ms: int, current: ProducerIdentity = NO_PRODUCER
     ) -> Any:
         """Return the request for a producer id; `transactional_id` may be None."""
-        return InitProducerIdRequest(transactional_id, timeout_ms)
+        return InitProducerIdV0(transactional_id, timeout_ms)
 
-    def produce(self, transactional_id: Any, timeout_ms: int, batches: Batches) -> PackedRequest:
+    def produce(self, transactional_id: Any, timeout_ms: int, batches: Batches) -> Request:
         """Return the request that writes batches."""
         return ProduceV7(transactional_id, ACKS_ALL, timeout_ms, batches)
 
-    def parse_produce_response(self, response: PartitionsResponse) -> Iterator[PartitionResult]:
+    def parse_produce_response(self, response: Any) -> Iterator[PartitionResult]:
         """Yield the result of each partition."""
         for topic, partitions in response.topics:
             for number, code, offset, timestamp, *_rest in partitions:
                 yield PartitionResult(topic, number, code, offset, timestamp, None)
 
-    def offset_commit(self, *fields: Any) -> PackedRequest:
+    def offset_commit(self, *fields: Any) -> Request:
         """Return the request that stores a group's offsets, see `TxnOffsetCommitV3`."""
         return TxnOffsetCommitV3(*fields)
 
     def end_txn(
         self, transactional_id: Any, producer_id: int, epoch: int, *, commit: bool
-    ) -> PackedRequest:
+    ) -> Request:
         """Return the request that commits or aborts a transaction."""
         return EndTxnV0(transactional_id, producer_id, epoch, commit)
 
-    def next_identity(self, response: EndTxnResponse) -> ProducerIdentity | None:
+    def next_identity(self, response: Any) -> ProducerIdentity | None:
         """Return the identity for the next transaction; None if it stays the same."""
         return None
 
@@ -134,23 +129,24 @@ class TxnProtocolV2(TxnProtocolV1):
         """
         return InitProducerIdV5(transactional_id, timeout_ms, *current)
 
-    def produce(self, transactional_id: Any, timeout_ms: int, batches: Batches) -> PackedRequest:
+    def produce(self, transactional_id: Any, timeout_ms: int, batches: Batches) -> Request:
         return ProduceV12(transactional_id, ACKS_ALL, timeout_ms, batches)
 
-    def parse_produce_response(self, response: PartitionsResponse) -> Iterator[PartitionResult]:
+    def parse_produce_response(self, response: Any) -> Iterator[PartitionResult]:
         for topic, partitions in response.topics:
-            for fields in partitions:
-                yield PartitionResult(topic, *fields)
+            for number, code, offset, timestamp, _start, records, message in partitions:
+                faulty = [index for index, _message in records or ()]
+                yield PartitionResult(topic, number, code, offset, timestamp, message, faulty)
 
-    def offset_commit(self, *fields: Any) -> PackedRequest:
+    def offset_commit(self, *fields: Any) -> Request:
         return TxnOffsetCommitV5(*fields)
 
     def end_txn(
         self, transactional_id: Any, producer_id: int, epoch: int, *, commit: bool
-    ) -> PackedRequest:
+    ) -> Request:
         return EndTxnV5(transactional_id, producer_id, epoch, commit)
 
-    def next_identity(self, response: EndTxnResponse) -> ProducerIdentity | None:
+    def next_identity(self, response: Any) -> ProducerIdentity | None:
         return response.producer_id, response.producer_epoch
 
 

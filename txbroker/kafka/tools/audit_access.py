@@ -32,8 +32,7 @@ from txbroker.kafka.client.reader import (
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.batch import decode_batch
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
-from txbroker.kafka.protocol.packed import ListOffsetsV3
-from txbroker.kafka.protocol.schemas import RIGHTS_NOT_REQUESTED, metadata
+from txbroker.kafka.protocol.schemas import RIGHTS_NOT_REQUESTED, ListOffsetsV3, metadata
 from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.timers import Backoff
 

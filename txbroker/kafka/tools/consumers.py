@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
-from aiokafka.protocol.admin import DeleteTopicsRequest
 
 from txbroker.config.addresses import parse_servers
 from txbroker.config.settings import Settings
@@ -28,6 +27,7 @@ from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.login import SettingsLogin
 from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.protocol.schemas import DeleteTopicsV3
 
 TAG_CHARS, NUMBER_CHARS = 8, 12
 """Parts of a message's name, which is its key if it has one: tag of the measurement and number of
@@ -232,7 +232,7 @@ async def topic_for_a_while(settings: Settings, name: str, partitions: int) -> A
         finally:
             with contextlib.suppress(KafkaUnavailable, ConfigurationError):
                 await client.refresh(())
-                request = DeleteTopicsRequest([name], 5000)
+                request = DeleteTopicsV3([name], 5000)
                 await asyncio.shield(client.ask(client.controller, request, "admin"))
     finally:
         await client.close()

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from aiokafka.protocol.admin import ApiVersionRequest, DescribeGroupsRequest
 from msgspec import Struct, structs
 
 from txbroker.contract.audit import BATCH_KEY, STREAM_KEY
@@ -32,8 +31,10 @@ from txbroker.kafka.door.repair import Found, Repair
 from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, Code
 from txbroker.kafka.protocol.schemas import (
     RIGHTS_NOT_REQUESTED,
+    DescribeGroupsV4,
     DescribeTransactionsV0,
     ListTransactionsV0,
+    api_versions,
     describe_producers,
     metadata,
     newest_timestamps,
@@ -170,7 +171,7 @@ class KafkaExamination(ClientOwner):
 
     async def _broker(self, node: int, address: str) -> BrokerFacts:
         try:
-            answer = await self._client.ask(node, ApiVersionRequest(), _CHANNEL)
+            answer = await self._client.ask(node, api_versions(), _CHANNEL)
         except (KafkaUnavailable, ConfigurationError) as error:
             return BrokerFacts(node, address, why=str(error))
         newest = {key: version for key, _oldest, version in answer.api_versions}
@@ -202,7 +203,7 @@ class KafkaExamination(ClientOwner):
     async def _group_error(self) -> int:
         group = self.settings.group_id
         node = await self._client.coordinator(GROUP, group)
-        answer = await self._client.ask(node, DescribeGroupsRequest([group]), _CHANNEL)
+        answer = await self._client.ask(node, DescribeGroupsV4([group], False), _CHANNEL)
         code: int = answer.groups[0][0]
         if code in COORDINATOR_MOVED:
             self._client.forget_coordinator(GROUP, group)
