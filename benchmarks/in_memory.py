@@ -20,7 +20,7 @@ from typing import Any
 import structlog
 import uvloop
 
-from txbroker.cli.bench.http import HttpConnection
+from txbroker.cli.bench.http import BenchConnection
 from txbroker.config.settings import Settings
 from txbroker.principals import Role, digest_of, format_principal, make_token
 from txbroker.sdk import Limits, Message, TransactionalProducer
@@ -103,7 +103,7 @@ async def transactions_over_http(url: str, count: int, in_flight: int, size: int
     numbers, value = iter(range(count)), "x" * size
 
     async def client() -> None:
-        with closing(HttpConnection(url)) as connection:
+        with closing(BenchConnection(url)) as connection:
             for number in numbers:
                 message = {"topic": "payments", "key": f"key-{number:020}", "value": value}
                 body = {"group": "bench", "messages": [message]}

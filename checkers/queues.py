@@ -8,7 +8,7 @@ from txbroker.checkers.base import Channel, CheckCall, CheckOwner, CheckResult
 from txbroker.core.records import CheckReason
 
 
-class Timer(Protocol):
+class BackoffTimer(Protocol):
     """Ends a group's back-off, as `asyncio.TimerHandle` does."""
 
     def cancel(self) -> None:
@@ -68,7 +68,7 @@ class GroupQueue:
     unreachable_since_s: float = 0.0
     detail: str = ""
     era: int = 0
-    timer: Timer | None = None
+    timer: BackoffTimer | None = None
 
     @property
     def resting(self) -> bool:

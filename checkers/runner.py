@@ -37,7 +37,7 @@ from txbroker.checkers.base import (
     shortened,
 )
 from txbroker.checkers.outcomes import CheckOutcomes
-from txbroker.checkers.queues import CallBudget, GroupQueue, QueuedCheck, Timer
+from txbroker.checkers.queues import BackoffTimer, CallBudget, GroupQueue, QueuedCheck
 from txbroker.core.records import CheckReason
 from txbroker.core.settled import ShareOf, own_share, share_max
 from txbroker.error_text import raised_at, safe_repr
@@ -86,7 +86,7 @@ class CheckMetrics(Protocol):
         """
 
 
-Later: TypeAlias = Callable[[float, Callable[[], None]], Timer]
+Later: TypeAlias = Callable[[float, Callable[[], None]], BackoffTimer]
 """Calls a function from the event loop after a delay in seconds."""
 
 
@@ -623,7 +623,7 @@ def _ask_until_s(check: QueuedCheck, result: CheckResult) -> float:
     return check.began_s + check.call.timeout_s * (1 - left)
 
 
-def _call_later(delay_s: float, then: Callable[[], None]) -> Timer:
+def _call_later(delay_s: float, then: Callable[[], None]) -> BackoffTimer:
     return asyncio.get_running_loop().call_later(delay_s, then)
 
 

@@ -32,7 +32,7 @@ from benchmarks.peers.base import (
     times_of,
     wait_for_port,
 )
-from txbroker.cli.bench.http import HttpConnection
+from txbroker.cli.bench.http import BenchConnection
 from txbroker.embedded.jars import cache_dir
 
 MODULE, VERSION = "github.com/dtm-labs/dtm", "v1.19.0"
@@ -168,7 +168,7 @@ async def _sink() -> AsyncIterator[tuple[Sink, str]]:
 async def _measure(url: str, plan: Plan, in_flight: int) -> Figure:
     payload = json.dumps({"value": os.urandom(plan.size).hex()[: plan.size]})
     numbers = itertools.count()
-    connections = [HttpConnection(url) for _ in range(in_flight)]
+    connections = [BenchConnection(url) for _ in range(in_flight)]
     async with _sink() as (sink, where):
         body = {
             "trans_type": "msg",

@@ -33,7 +33,7 @@ class TimeWindow(NamedTuple):
         return self.end - self.begin
 
 
-class Latency(Struct, frozen=True):
+class BenchLatency(Struct, frozen=True):
     """Percentiles in milliseconds; None: no samples."""
 
     p50: float | None = None
@@ -82,7 +82,7 @@ class Figures(Struct, frozen=True, kw_only=True):
     lost: int
     duplicated: int
     wrong: int
-    latency_ms: dict[str, Latency]
+    latency_ms: dict[str, BenchLatency]
     cpu_s_per_1000: dict[str, float | None]
     memory_mib: dict[str, tuple[float | None, float | None]]
     histogram_ms: dict[str, list[tuple[float, int]]]
@@ -191,13 +191,13 @@ def _times(load: LoadResult, count: "Count", ended: Sequence[int]) -> dict[str, 
     return {name: array("d", sorted(times)) for name, times in zip(_STEPS, steps, strict=True)}
 
 
-def latency(times_s: Sequence[float]) -> Latency:
+def latency(times_s: Sequence[float]) -> BenchLatency:
     """Return the percentiles of sorted times."""
     if not times_s:
-        return Latency()
+        return BenchLatency()
     last = len(times_s) - 1
     shares = (0.5, 0.9, 0.99, 0.999, 1.0)
-    return Latency(*(round(times_s[round(last * share)] * 1000, 3) for share in shares))
+    return BenchLatency(*(round(times_s[round(last * share)] * 1000, 3) for share in shares))
 
 
 def histogram(times_s: Sequence[float]) -> list[tuple[float, int]]:
@@ -250,7 +250,7 @@ def _mib(value: float | None) -> str:
     return "unknown" if value is None else f"{value:,.0f}"
 
 
-def _row(one: Latency) -> tuple[float | None, ...]:
+def _row(one: BenchLatency) -> tuple[float | None, ...]:
     return one.p50, one.p90, one.p99, one.p999, one.max
 
 

@@ -76,7 +76,7 @@ class _Stream(asyncio.Protocol):
             self._answer.set_exception(error)
 
 
-class HttpConnection:
+class BenchConnection:
     """A connection that is reused, and reopened after an error; its files are as for the SDK."""
 
     def __init__(

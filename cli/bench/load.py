@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from txbroker.cli.bench.http import HttpConnection
+from txbroker.cli.bench.http import BenchConnection
 from txbroker.cli.run import run_async
 from txbroker.errors import TxbrokerError
 from txbroker.sdk import CheckRequest, Decision, Limits, Message, Rollback, TransactionalProducer
@@ -156,7 +156,7 @@ class SdkSender:
 class HttpSender:
     """Executes transactions through HTTP calls on one connection."""
 
-    def __init__(self, job: Job, connection: HttpConnection) -> None:
+    def __init__(self, job: Job, connection: BenchConnection) -> None:
         self._job = job
         self._connection = connection
         self._body = os.urandom(job.size).hex()[: job.size]
@@ -261,7 +261,7 @@ async def senders_of(job: Job) -> AsyncIterator[list[Transact]]:
         if job.http:
             senders: list[Transact] = []
             for _ in range(job.in_flight):
-                connection = HttpConnection(
+                connection = BenchConnection(
                     job.url, job.token, job.ca_file, job.client_cert_file, job.client_key_file
                 )
                 stack.callback(connection.close)

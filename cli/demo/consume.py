@@ -38,7 +38,7 @@ _TIMEOUT_S = 30.0
 _BOOKING_S = 0.01
 
 
-class Order(NamedTuple):
+class OrderMessage(NamedTuple):
     """A message: where it is in the topic, and what it is."""
 
     key: bytes | None
@@ -56,7 +56,7 @@ class Stock:
     """
 
     def __init__(self) -> None:
-        self.booked: list[Order] = []
+        self.booked: list[OrderMessage] = []
         self.mended = False
 
     async def book(self, message: ReceivedMessage) -> None:
@@ -64,7 +64,9 @@ class Stock:
         if message.key == POISONED and not self.mended:
             raise ValueError("this item has no price")
         await asyncio.sleep(_BOOKING_S)
-        self.booked.append(Order(message.key, message.partition, message.offset, message.value))
+        self.booked.append(
+            OrderMessage(message.key, message.partition, message.offset, message.value)
+        )
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,9 @@ def orders_to_send() -> dict[int, list[Record]]:
     return sent
 
 
-def set_aside(records: Sequence[Seen]) -> list[Order]:
+def set_aside(records: Sequence[Seen]) -> list[OrderMessage]:
     """Return the messages that the aside topic holds: its copies without those that are cleared."""
-    held: list[Order] = []
+    held: list[OrderMessage] = []
     for seen in records:
         record = seen.record
         name, value = record.headers[0]
@@ -99,14 +101,18 @@ def set_aside(records: Sequence[Seen]) -> list[Order]:
         if source is None:
             continue
         if name == SOURCE_HEADER:
-            held.append(Order(record.key, source.partition, source.offset, record.value))
+            held.append(OrderMessage(record.key, source.partition, source.offset, record.value))
         elif name == CLEARED_HEADER:
             held = [one for one in held if one.key != record.key or one.offset > source.offset]
     return held
 
 
 def compare(
-    sent: Sequence[Order], booked: Sequence[Order], aside: Sequence[Order], *, released: bool
+    sent: Sequence[OrderMessage],
+    booked: Sequence[OrderMessage],
+    aside: Sequence[OrderMessage],
+    *,
+    released: bool,
 ) -> list[KeyComparison]:
     """Compare the topic with the booked and the set-aside messages.
 
@@ -126,8 +132,8 @@ def compare(
     return lines
 
 
-def _by_key(orders: Sequence[Order]) -> dict[bytes | None, list[Order]]:
-    found: dict[bytes | None, list[Order]] = {}
+def _by_key(orders: Sequence[OrderMessage]) -> dict[bytes | None, list[OrderMessage]]:
+    found: dict[bytes | None, list[OrderMessage]] = {}
     for order in orders:
         found.setdefault(order.key, []).append(order)
     return found
@@ -256,7 +262,7 @@ async def _judge(
     aside = GroupTopics.of(PREFIX, group).aside
     seen = await read_back(kafka, (topic, aside))
     sent = [
-        Order(one.record.key, one.partition, one.record.offset, one.record.value)
+        OrderMessage(one.record.key, one.partition, one.record.offset, one.record.value)
         for one in seen
         if one.topic == topic
     ]

@@ -21,7 +21,7 @@ from txbroker.cli.doctor.subject import Subject, Unavailable
 from txbroker.contract.service import Overview
 from txbroker.door.consuming import TopicSpec
 from txbroker.kafka.protocol.codes import RETRIABLE, Code, describe
-from txbroker.kafka.tools.examination import BrokerFacts, Cluster, PartitionCopies
+from txbroker.kafka.tools.examination import BrokerFacts, ClusterFacts, PartitionCopies
 
 FETCH_VERSION_MIN = 17
 """The Fetch version that Kafka 3.9 introduced."""
@@ -112,7 +112,7 @@ async def kafka_rights(subject: Subject) -> Finding:
     return fine("on its topics, its group and its transactional ids")
 
 
-def _is_unseen(cluster: Cluster, name: str) -> bool:
+def _is_unseen(cluster: ClusterFacts, name: str) -> bool:
     """Return whether a topic exists, as far as known, whose rights are not shown."""
     seen = cluster.topics.get(name)
     if seen is None or seen.error == Code.UNKNOWN_TOPIC_OR_PARTITION:
@@ -120,7 +120,7 @@ def _is_unseen(cluster: Cluster, name: str) -> bool:
     return seen.error != Code.NONE or seen.rights is None
 
 
-def _missing_rights(cluster: Cluster, names: tuple[str, ...]) -> Iterator[str]:
+def _missing_rights(cluster: ClusterFacts, names: tuple[str, ...]) -> Iterator[str]:
     for name in names:
         seen = cluster.topics.get(name)
         if seen is None:
@@ -167,7 +167,7 @@ class Offset(NamedTuple):
     most_s: float
 
 
-async def _clock_offsets(subject: Subject, cluster: Cluster) -> dict[int, Offset]:
+async def _clock_offsets(subject: Subject, cluster: ClusterFacts) -> dict[int, Offset]:
     """Return the offsets of the brokers' clocks, from records appended meanwhile.
 
     Any record's timestamp bounds its broker's clock from below. A record appended between two
@@ -175,7 +175,7 @@ async def _clock_offsets(subject: Subject, cluster: Cluster) -> dict[int, Offset
     """
     names = subject.own_topics
     topics = {name: seen for name, seen in cluster.topics.items() if name in names}
-    ours = Cluster(cluster.id, cluster.controller, cluster.addresses, topics)
+    ours = ClusterFacts(cluster.id, cluster.controller, cluster.addresses, topics)
     began_s = subject.now_s()
     before = await subject.kafka.newest_appends(ours)
     await subject.pause(_WATCH_S)
@@ -192,7 +192,7 @@ async def _clock_offsets(subject: Subject, cluster: Cluster) -> dict[int, Offset
     return offsets
 
 
-def _apart(offsets: Mapping[int, Offset], cluster: Cluster, limit_s: float) -> Iterator[str]:
+def _apart(offsets: Mapping[int, Offset], cluster: ClusterFacts, limit_s: float) -> Iterator[str]:
     """Yield the brokers whose clocks certainly differ too much from ours or another broker's."""
     wrong = False
     for node, offset in sorted(offsets.items()):

@@ -18,7 +18,7 @@ from txbroker.cli.contexts import CredentialFiles, target_of
 from txbroker.cli.doctor.bundle import known_secrets, pack
 from txbroker.cli.doctor.report import (
     DoctorReport,
-    Scope,
+    DoctorScope,
     as_json,
     as_prometheus,
     examine,
@@ -139,7 +139,7 @@ async def _run(
     urls: Sequence[str],
     token: str,
     tls: tuple[ClientTls, ClientTls],
-    scope: Scope,
+    scope: DoctorScope,
     wait_s: float,
     bundle: Path | None,
 ) -> tuple[DoctorReport, list[str]]:

@@ -69,7 +69,7 @@ class DoctorCheck(Struct, frozen=True):
     look: Callable[[Subject], Awaitable[Finding]]
 
 
-class CheckResult(Struct, frozen=True):
+class DoctorResult(Struct, frozen=True):
     """A check's result; `hint` is "" without a remedy."""
 
     name: str

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from txbroker import __version__
 from txbroker.cli.doctor import checks_access, checks_kafka, checks_proxies, checks_relays
-from txbroker.cli.doctor.findings import CheckLevel, CheckResult, DoctorCheck, Finding, unknown
+from txbroker.cli.doctor.findings import CheckLevel, DoctorCheck, DoctorResult, Finding, unknown
 from txbroker.cli.doctor.outbox import RelayTargets
 from txbroker.cli.doctor.subject import NotAllowed, Subject, Unavailable
 from txbroker.cli.output import clock, printable
@@ -46,14 +46,14 @@ RELAY_CHECKS = (
 _KAFKA = ("kafka-reachable", "kafka-brokers", "kafka-version")
 
 
-class Scope(NamedTuple):
+class DoctorScope(NamedTuple):
     """The checks to run, and an outbox and a capture for those that need them."""
 
     checks: Sequence[DoctorCheck]
     relays: RelayTargets
 
 
-def scope_of(database: str | None, capture: Path | None, *, proxies: bool) -> Scope:
+def scope_of(database: str | None, capture: Path | None, *, proxies: bool) -> DoctorScope:
     """Return the checks to run.
 
     Args:
@@ -65,7 +65,7 @@ def scope_of(database: str | None, capture: Path | None, *, proxies: bool) -> Sc
         ConfigurationError: the URL or file is malformed, or the driver is not installed.
     """
     if database is None and capture is None:
-        return Scope(CHECKS, RelayTargets())
+        return DoctorScope(CHECKS, RelayTargets())
     checks = [check for check in CHECKS if proxies or check.name in _KAFKA]
     checks += [] if database is None else checks_relays.book.checks
     checks += [] if capture is None else checks_relays.capture_book.checks
@@ -74,7 +74,7 @@ def scope_of(database: str | None, capture: Path | None, *, proxies: bool) -> Sc
         None if database is None else from_url(database),
         None if capture is None else open_capture(str(capture)),
     )
-    return Scope(checks, targets)
+    return DoctorScope(checks, targets)
 
 
 TIMEOUT_S = 15.0
@@ -85,7 +85,7 @@ class DoctorReport(Struct, frozen=True):
     """The results of all checks, and the time of the run in seconds since 1970."""
 
     at_s: float
-    outcomes: tuple[CheckResult, ...]
+    outcomes: tuple[DoctorResult, ...]
 
     @property
     def healthy(self) -> bool:
@@ -113,7 +113,7 @@ async def examine(
     )
 
 
-async def _run(check: DoctorCheck, subject: Subject, timeout_s: float) -> tuple[CheckResult, bool]:
+async def _run(check: DoctorCheck, subject: Subject, timeout_s: float) -> tuple[DoctorResult, bool]:
     """Return a check's result, and True if it could read its facts."""
     began = time.monotonic()
     looked = False
@@ -138,8 +138,8 @@ async def _run(check: DoctorCheck, subject: Subject, timeout_s: float) -> tuple[
     return _outcome(check, finding, time.monotonic() - began), looked
 
 
-def _outcome(check: DoctorCheck, finding: Finding, seconds: float) -> CheckResult:
-    return CheckResult(
+def _outcome(check: DoctorCheck, finding: Finding, seconds: float) -> DoctorResult:
+    return DoctorResult(
         name=check.name,
         section=check.section,
         title=check.title,
@@ -153,8 +153,8 @@ def _outcome(check: DoctorCheck, finding: Finding, seconds: float) -> CheckResul
 
 
 def _unknown_if_needs_fail(
-    outcome: CheckResult, check: DoctorCheck, by_name: Mapping[str, CheckResult]
-) -> CheckResult:
+    outcome: DoctorResult, check: DoctorCheck, by_name: Mapping[str, DoctorResult]
+) -> DoctorResult:
     """Return the result as unknown if a check that it depends on fails."""
     for name in check.needs:
         if name in by_name and by_name[name].level is CheckLevel.FAILS:
@@ -188,7 +188,7 @@ def table(report: DoctorReport, *, colours: bool) -> Iterator[str]:
             yield from _lines(one, colours)
 
 
-def _lines(one: CheckResult, colours: bool) -> Iterator[str]:
+def _lines(one: DoctorResult, colours: bool) -> Iterator[str]:
     shown = _SHOWN[one.level]
     if colours:
         mark, hint, see = click.style(shown.sign, fg=shown.colour, bold=True), "→ ", "  "
@@ -246,5 +246,5 @@ def as_prometheus(report: DoctorReport) -> Iterator[str]:
     yield f"txbroker_doctor_timestamp_seconds {report.at_s:.3f}"
 
 
-def _labels(one: CheckResult) -> str:
+def _labels(one: DoctorResult) -> str:
     return f'{{check="{one.name}",section="{one.section.lower()}"}}'

@@ -21,7 +21,7 @@ from txbroker.config.settings import Settings
 from txbroker.contract.service import Overview
 from txbroker.door.consuming import TopicSpec
 from txbroker.errors import NotPermitted
-from txbroker.kafka.tools.examination import BrokerFacts, Cluster, KafkaExamination
+from txbroker.kafka.tools.examination import BrokerFacts, ClusterFacts, KafkaExamination
 from txbroker.net.tls import ClientTls
 from txbroker.relay.capture.setup import Step
 
@@ -256,7 +256,7 @@ def read_samples(text: str) -> Samples:
     return Samples(samples)
 
 
-class Thresholds(Struct, frozen=True):
+class DoctorThresholds(Struct, frozen=True):
     """Limits beyond which a check fails or warns. The alerts use the same.
 
     Attributes:
@@ -288,7 +288,7 @@ class Subject:
         settings: Settings,
         kafka: KafkaExamination,
         proxies: HttpProxies,
-        limits: Thresholds | None = None,
+        limits: DoctorThresholds | None = None,
         now_s: Callable[[], float] = time.time,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
         relays: RelayTargets | None = None,
@@ -296,7 +296,7 @@ class Subject:
         self.settings = settings
         self.kafka = kafka
         self.proxies = proxies
-        self.limits = limits or Thresholds()
+        self.limits = limits or DoctorThresholds()
         self.now_s = now_s
         self.pause = pause
         self._relays = relays or RelayTargets()
@@ -307,7 +307,7 @@ class Subject:
         """The topics that every proxy needs."""
         return self.kafka.settings.own_topics
 
-    async def cluster(self) -> Cluster:
+    async def cluster(self) -> ClusterFacts:
         """Return the brokers and the metadata of txbroker's topics."""
         names = self.own_topics + self.kafka.settings.audit_topics
         return await self._once("cluster", lambda: self.kafka.cluster(names))

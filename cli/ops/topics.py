@@ -16,8 +16,8 @@ from txbroker.consumer.settings import GROUP_NAME, group_topics
 from txbroker.door.consuming import TopicSpec
 from txbroker.kafka.client.acls import (
     UNKNOWN_PRINCIPAL,
+    AclRole,
     Right,
-    Role,
     consumer_rights,
     kafka_acls_command,
     rights_needed,
@@ -95,7 +95,7 @@ def command() -> None:
     param="roles",
     shown="all",
     multiple=True,
-    type=click.Choice([role.value for role in Role]),
+    type=click.Choice([role.value for role in AclRole]),
 )
 @click.option("--acl-commands", is_flag=True, help="Show only the Kafka commands that grant them.")
 @env_option(
@@ -123,7 +123,7 @@ def plan_command(
     A Kafka with ACLs has to grant these rights first. --acl-commands works without a connection.
     """
     settings = settings_from(config, options)
-    if Role.CONSUMER in roles and not consumers:
+    if AclRole.CONSUMER in roles and not consumers:
         raise click.UsageError("--role consumer: name the group by --consumer")
     for option, given in (
         ("--consumer-topic", consumer_topics),
@@ -250,8 +250,8 @@ def _rights_of(
         for own in [[topic.name for topic in _topics_of(settings, group)]]
         for right in consumer_rights(group, own, topics, outputs)
     ]
-    wanted = roles or tuple(Role)
-    by_role = [right for role in Role for right in needed if right.role is role]
+    wanted = roles or tuple(AclRole)
+    by_role = [right for role in AclRole for right in needed if right.role is role]
     return [right for right in by_role if right.role in wanted]
 
 

@@ -73,7 +73,7 @@ REVIVE = BulkAction(
 )
 
 
-class Item(NamedTuple):
+class BulkItem(NamedTuple):
     """A transaction to act on.
 
     `state` and later fields are unset for an id from the command line. `half_offset` orders the
@@ -117,14 +117,14 @@ class BulkExecutor:
         self._client = client
         self._action = action
         self._body = {"by": who(), **body}
-        self._runs: queue.SimpleQueue[list[Item]] = queue.SimpleQueue()
+        self._runs: queue.SimpleQueue[list[BulkItem]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[ItemResult | BaseException] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._stop_reason = ""
         self._unavailable: dict[int, str] = {}
         """Half partitions without an owner, with the error."""
 
-    def execute(self, items: Sequence[Item], report: Callable[[ItemResult], None]) -> None:
+    def execute(self, items: Sequence[BulkItem], report: Callable[[ItemResult], None]) -> None:
         """Execute the action, and call `report` with each result as it arrives.
 
         On Ctrl-C the calls in flight finish and are reported; the other transactions are not tried.
@@ -162,11 +162,11 @@ class BulkExecutor:
         finally:
             signal.signal(signal.SIGINT, previous)
 
-    def _split(self, items: Sequence[Item]) -> list[list[Item]]:
+    def _split(self, items: Sequence[BulkItem]) -> list[list[BulkItem]]:
         """Return runs of transactions; a run is sequential, runs are independent."""
         if not self._action.in_order:
             return [[item] for item in items]
-        runs: dict[int, list[Item]] = {}
+        runs: dict[int, list[BulkItem]] = {}
         for item in items:
             runs.setdefault(item.partition, []).append(item)
         return [sorted(run, key=lambda item: item.half_offset) for run in runs.values()]
@@ -188,7 +188,7 @@ class BulkExecutor:
         self._stop_reason = self._stop_reason or reason
         self._stop.set()
 
-    def _try_repeatedly(self, client: ApiClient, item: Item) -> ItemResult:
+    def _try_repeatedly(self, client: ApiClient, item: BulkItem) -> ItemResult:
         failure: ItemResult | None = None
         for pause_s in (*PAUSES_S, None):
             if self._stop.is_set():
@@ -209,7 +209,7 @@ class BulkExecutor:
             self._stop.wait(pause_s)
         raise AssertionError
 
-    def _act(self, client: ApiClient, item: Item) -> ItemResult:
+    def _act(self, client: ApiClient, item: BulkItem) -> ItemResult:
         if item.state is not None:
             now = client.get("transactions", item.id)
             if now["state"] in self._action.reached:
@@ -220,7 +220,7 @@ class BulkExecutor:
         done = client.change("POST", "transactions", item.id, self._action.verb, body=self._body)
         return ItemResult(item.id, done["state"], done.get("decision"))
 
-    def _may_retry(self, error: ApiError, item: Item) -> bool:
+    def _may_retry(self, error: ApiError, item: BulkItem) -> bool:
         """Return True if a retry can succeed, and does not repeat the action."""
         if error.code in RETRYABLE:
             return True
@@ -228,7 +228,7 @@ class BulkExecutor:
         decides = self._action.verb in ("commit", "rollback")
         return not error.reached and not error.slow and (decides or item.state is not None)
 
-    def _note_unavailable(self, error: ApiError, item: Item) -> None:
+    def _note_unavailable(self, error: ApiError, item: BulkItem) -> None:
         if not error.reached:
             self._halt(error.sentence)
         elif error.code in RETRYABLE:
@@ -265,7 +265,7 @@ FAILED = (
 # --- selection -------------------------------------------------------------------------------
 
 
-def named(ids: Iterable[str]) -> list[Item]:
+def named(ids: Iterable[str]) -> list[BulkItem]:
     """Return the transactions of these ids, each once, in their order."""
     items = [_from_id(id) for id in ids]
     return list({item.id: item for item in items}.values())
@@ -273,9 +273,9 @@ def named(ids: Iterable[str]) -> list[Item]:
 
 def matching(
     client: ApiClient, action: BulkAction, state: str | None, limit: int | None, **query: Any
-) -> list[Item]:
+) -> list[BulkItem]:
     """Return the transactions that match a filter, oldest first, at most `limit`."""
-    items: list[Item] = []
+    items: list[BulkItem] = []
     for listed_state in (state,) if state else action.default_states:
         rows = client.transactions(limit, state=listed_state, **query)
         items += [from_row(row) for row in rows]
@@ -284,9 +284,9 @@ def matching(
     return list({item.id: item for item in items}.values())[:limit]
 
 
-def from_row(row: Row) -> Item:
+def from_row(row: Row) -> BulkItem:
     """Return a transaction of the API's answer."""
-    return Item(
+    return BulkItem(
         row["id"],
         row["partition"],
         row["state"],
@@ -297,19 +297,19 @@ def from_row(row: Row) -> Item:
     )
 
 
-def _from_id(text: str) -> Item:
+def _from_id(text: str) -> BulkItem:
     """Return the transaction of an id in any case; the proxy refuses an invalid id."""
     id = text.upper() if text.isascii() else text
     try:
-        return Item(id, parse_id(id).partition)
+        return BulkItem(id, parse_id(id).partition)
     except ValueError:
-        return Item(text, -1)
+        return BulkItem(text, -1)
 
 
 # --- preview and confirmation ----------------------------------------------------------------
 
 
-def preview(items: Sequence[Item], now_s: float) -> Iterator[str]:
+def preview(items: Sequence[BulkItem], now_s: float) -> Iterator[str]:
     """Yield the lines that summarise the selected transactions."""
     oldest = min(items, key=lambda item: item.prepared_at_ms)
     age = duration(now_s - oldest.prepared_at_ms / 1000)
@@ -323,7 +323,7 @@ def preview(items: Sequence[Item], now_s: float) -> Iterator[str]:
         yield f"… and {len(items) - SAMPLE:,} more"
 
 
-def confirm_all(items: Sequence[Item], action: BulkAction, where: str, yes: bool) -> None:
+def confirm_all(items: Sequence[BulkItem], action: BulkAction, where: str, yes: bool) -> None:
     """Ask for confirmation unless `yes`; for many transactions the user types their number."""
     if yes:
         return
@@ -356,7 +356,11 @@ def _counted(names: Iterable[str]) -> str:
 
 
 def carry_out(
-    client: ApiClient, action: BulkAction, items: Sequence[Item], body: dict[str, Any], output: str
+    client: ApiClient,
+    action: BulkAction,
+    items: Sequence[BulkItem],
+    body: dict[str, Any],
+    output: str,
 ) -> None:
     """Execute the action, report the results, and end the command by the number of successes.
 

@@ -28,7 +28,7 @@ from txbroker.cli.tx.bulk import (
     ROLLBACK,
     STANDING,
     BulkAction,
-    Item,
+    BulkItem,
     carry_out,
     confirm_all,
     from_row,
@@ -292,7 +292,7 @@ def _act(
     carry_out(client, action, items, body, output)
 
 
-def _show_before(client: ApiClient, items: Sequence[Item]) -> None:
+def _show_before(client: ApiClient, items: Sequence[BulkItem]) -> None:
     if items[0].state is None:
         rows = for_all([item.id for item in items], lambda id: dict(client.get("transactions", id)))
         if len(rows) <= STORIES_MAX:

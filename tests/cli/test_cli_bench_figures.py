@@ -19,8 +19,8 @@ from rich.console import Console
 from txbroker.cli.bench import http as bench_http
 from txbroker.cli.bench.figures import (
     BOUNDS_MS,
+    BenchLatency,
     Figures,
-    Latency,
     LoadResult,
     ResourceUsage,
     TimeWindow,
@@ -29,7 +29,7 @@ from txbroker.cli.bench.figures import (
     latency,
     text,
 )
-from txbroker.cli.bench.http import HttpConnection
+from txbroker.cli.bench.http import BenchConnection
 from txbroker.cli.bench.load import Job, LoadEvent, LoadLog, PlannedEnd
 from txbroker.cli.bench.run import ListeningProcess, progress_bar
 from txbroker.cli.proxy.serving import WORKER_MODULE
@@ -118,7 +118,7 @@ def test_undecided_transactions_must_become_visible() -> None:
     undecided = [(1.0, 1.1, 0.0)]
     found = measured(job(unknown_share=1.0), undecided, seen())
     assert (found.lost, found.transactions) == (1, 0)
-    assert found.latency_ms["decide"] == Latency()
+    assert found.latency_ms["decide"] == BenchLatency()
     assert "-" in "\n".join(text(found, job(unknown_share=1.0)))
 
 
@@ -150,8 +150,8 @@ def test_thousand_copies_do_not_overflow() -> None:
 
 def test_percentiles() -> None:
     times_s = [number / 1000 for number in range(1, 1002)]
-    assert latency(times_s) == Latency(501.0, 901.0, 991.0, 1000.0, 1001.0)
-    assert latency([0.002]) == Latency(2.0, 2.0, 2.0, 2.0, 2.0)
+    assert latency(times_s) == BenchLatency(501.0, 901.0, 991.0, 1000.0, 1001.0)
+    assert latency([0.002]) == BenchLatency(2.0, 2.0, 2.0, 2.0, 2.0)
 
 
 def test_histogram_has_every_time_once() -> None:
@@ -248,7 +248,7 @@ OK = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 8\r\
 
 
 @asynccontextmanager
-async def server(answers: Callable[[int], list[bytes] | None]) -> AsyncIterator[HttpConnection]:
+async def server(answers: Callable[[int], list[bytes] | None]) -> AsyncIterator[BenchConnection]:
     """Give a connection to a server that answers its nth request in these pieces; None: it hangs
     up."""
     asked = 0
@@ -274,7 +274,7 @@ async def server(answers: Callable[[int], list[bytes] | None]) -> AsyncIterator[
     listening = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with listening:
         port = listening.sockets[0].getsockname()[1]
-        connection = HttpConnection(f"http://127.0.0.1:{port}", None, None, None, None)
+        connection = BenchConnection(f"http://127.0.0.1:{port}", None, None, None, None)
         try:
             yield connection
         finally:

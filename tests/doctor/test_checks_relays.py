@@ -13,7 +13,7 @@ from msgspec import structs
 
 from tests.kit.doctor import World
 from txbroker.cli.doctor import outbox as facts
-from txbroker.cli.doctor.findings import CheckLevel, CheckResult
+from txbroker.cli.doctor.findings import CheckLevel, DoctorResult
 from txbroker.cli.doctor.outbox import RelayTargets
 from txbroker.cli.doctor.report import examine, scope_of
 from txbroker.databases.database import Database
@@ -51,7 +51,7 @@ class Relays:
             sql = f"INSERT INTO {OUTBOX} ({names}) VALUES ({marks})"
             session.execute(Query(sql, tuple(columns.values())))
 
-    async def results(self) -> dict[str, CheckResult]:
+    async def results(self) -> dict[str, DoctorResult]:
         subject = self.world.subject(RelayTargets(self.database))
         report = await examine(subject, OF_OUTBOX)
         await subject.close()

@@ -16,7 +16,7 @@ from confluent_kafka.admin import (
 )
 
 from tests.kit.doctor import FakeProxies, settings
-from txbroker.cli.doctor.findings import CheckResult
+from txbroker.cli.doctor.findings import DoctorResult
 from txbroker.cli.doctor.report import CHECKS, examine
 from txbroker.cli.doctor.subject import Subject
 from txbroker.embedded import EmbeddedKafka
@@ -38,7 +38,7 @@ def guarded() -> Iterator[EmbeddedKafka]:
         yield server
 
 
-async def rights(bootstrap: str) -> CheckResult:
+async def rights(bootstrap: str) -> DoctorResult:
     """Run the check of rights."""
     given = settings(kafka=bootstrap)
     async with KafkaExamination(KafkaSettings.from_configuration(given)) as kafka:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tests.kit.until import unique
 from txbroker.cli.demo import consume
-from txbroker.cli.demo.consume import POISONED, Order, Stock, compare, set_aside
+from txbroker.cli.demo.consume import POISONED, OrderMessage, Stock, compare, set_aside
 from txbroker.cli.demo.stage import Timeline
 from txbroker.cli.run import CommandFailed
 from txbroker.consumer import ReceivedMessage
@@ -84,8 +84,8 @@ async def test_fault_of_the_service_is_found(kafka: EmbeddedKafka) -> None:
         )
 
 
-def orders(key: bytes, count: int) -> list[Order]:
-    return [Order(key, 1, offset, b"order %d" % offset) for offset in range(count)]
+def orders(key: bytes, count: int) -> list[OrderMessage]:
+    return [OrderMessage(key, 1, offset, b"order %d" % offset) for offset in range(count)]
 
 
 OTHERS, POISON = orders(b"a", 2) + orders(b"b", 1), orders(POISONED, 2)
@@ -114,7 +114,7 @@ SENT = OTHERS + POISON
     "aside-disorder not-released released-disorder released-twice not-cleared".split(),
 )
 def test_every_difference_is_found(
-    booked: list[Order], aside: list[Order], released: bool, agree: tuple[bool, bool]
+    booked: list[OrderMessage], aside: list[OrderMessage], released: bool, agree: tuple[bool, bool]
 ) -> None:
     lines = compare(SENT, booked, aside, released=released)
     assert tuple(line.agree for line in lines) == agree
@@ -132,4 +132,4 @@ def test_cleared_copies_are_not_set_aside() -> None:
     cleared = clearance_record(Source("t", 1, 4), POISONED, 1)
     release = release_record(Source("t", 1, 0), POISONED, "why")
     seen = [Seen("aside", 0, record) for record in (*copies, release, cleared)]
-    assert set_aside(seen) == [Order(POISONED, 1, 7, b"7")]
+    assert set_aside(seen) == [OrderMessage(POISONED, 1, 7, b"7")]

@@ -7,15 +7,15 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from txbroker.cli.doctor.findings import CheckLevel, CheckResult
+from txbroker.cli.doctor.findings import CheckLevel, DoctorResult
 from txbroker.cli.doctor.outbox import RelayTargets
 from txbroker.cli.doctor.report import CHECKS, DoctorReport, examine
 from txbroker.cli.doctor.subject import (
+    DoctorThresholds,
     ReadyAnswer,
     RegisteredGroup,
     Subject,
     TestCall,
-    Thresholds,
     Unavailable,
 )
 from txbroker.config.settings import Settings
@@ -26,7 +26,7 @@ from txbroker.kafka.door.repair import Found
 from txbroker.kafka.door.topics import Plan, contradictions, own_plan, wanted_topics
 from txbroker.kafka.tools.examination import (
     BrokerFacts,
-    Cluster,
+    ClusterFacts,
     OpenTransaction,
     PartitionCopies,
     TopicSeen,
@@ -89,10 +89,10 @@ class FakeKafka:
         self.news: dict[str, bytes] = {}
         self.asked: list[list[str]] = []
 
-    async def cluster(self, topics: Iterable[str] = ()) -> Cluster:
+    async def cluster(self, topics: Iterable[str] = ()) -> ClusterFacts:
         self._fail()
         seen = {name: self.seen[name] for name in topics if name in self.seen}
-        return Cluster("c", 1, {one.node: one.address for one in self.nodes}, seen)
+        return ClusterFacts("c", 1, {one.node: one.address for one in self.nodes}, seen)
 
     async def brokers(self) -> list[BrokerFacts]:
         self._fail()
@@ -126,7 +126,7 @@ class FakeKafka:
         self._fail()
         return self.foreign
 
-    async def newest_appends(self, cluster: Cluster) -> dict[tuple[str, int], int]:
+    async def newest_appends(self, cluster: ClusterFacts) -> dict[tuple[str, int], int]:
         self._fail()
         found = dict(self.newest)
         self.newest |= self.later
@@ -258,7 +258,7 @@ class World:
     def __init__(self) -> None:
         self.kafka = FakeKafka()
         self.proxies = FakeProxies()
-        self.limits = Thresholds()
+        self.limits = DoctorThresholds()
         self.settings = settings()
 
     def subject(self, relays: RelayTargets | None = None) -> Subject:
@@ -281,7 +281,7 @@ class World:
         await subject.close()
         return report
 
-    async def outcome(self, name: str) -> CheckResult:
+    async def outcome(self, name: str) -> DoctorResult:
         """Run all checks, and return what became of one; no other may be broken by it."""
         report = await self.examine()
         assert not [one for one in report.outcomes if "broken" in one.found], report

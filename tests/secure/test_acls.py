@@ -16,14 +16,14 @@ from tests.kit.service import FakeEndpoint, Service
 from tests.kit.until import until
 from tests.secure.secret_proxy import words_of
 from tests.secure.secure_world import USER, AllowedWorld, SecureKafka
-from txbroker.cli.doctor.findings import CheckResult
+from txbroker.cli.doctor.findings import DoctorResult
 from txbroker.cli.doctor.report import CHECKS, examine
 from txbroker.cli.doctor.subject import Subject
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
 from txbroker.core.records import Message
 from txbroker.errors import BadTarget, ConfigurationError, NotPending, TooLarge
-from txbroker.kafka.client.acls import Right, Role, kafka_acls_command, rights_needed
+from txbroker.kafka.client.acls import AclRole, Right, kafka_acls_command, rights_needed
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.reader import READ_UNCOMMITTED, end_offsets
 from txbroker.kafka.client.settings import KafkaSettings
@@ -50,12 +50,12 @@ async def desk() -> AsyncIterator[FakeEndpoint]:
         yield serving
 
 
-def rights(world: AllowedWorld, role: Role, *targets: str) -> list[Right]:
+def rights(world: AllowedWorld, role: AclRole, *targets: str) -> list[Right]:
     named = rights_needed(world.settings(), targets)
     return [right for right in named if right.role is role]
 
 
-async def doctor(world: AllowedWorld) -> CheckResult:
+async def doctor(world: AllowedWorld) -> DoctorResult:
     """Run the check of rights, as this user."""
     async with KafkaExamination(world.settings()) as kafka:
         subject = Subject(world.login, kafka, FakeProxies())
@@ -68,7 +68,7 @@ async def test_proxy_works_with_exactly_the_listed_rights(
     world: AllowedWorld, desk: FakeEndpoint
 ) -> None:
     target = await world.create_topic("target")
-    allowed = rights(world, Role.PROXY, target)
+    allowed = rights(world, AclRole.PROXY, target)
     async with serving(world, desk, allowed, snapshot_records_min=1) as service:
         id = await service.prepare(Message(target, b"", b"committed"))
         assert (await service.commit(id))["state"] == "promoted"
@@ -119,7 +119,7 @@ async def healthy(world: AllowedWorld) -> bool:
 
 
 async def test_doctor_names_each_missing_right(world: AllowedWorld) -> None:
-    allowed = rights(world, Role.PROXY)
+    allowed = rights(world, AclRole.PROXY)
     await world.allow(allowed)
     await until(lambda: healthy(world))
     for right in allowed:
@@ -143,14 +143,16 @@ async def test_prepare_refuses_targets_without_rights(
     forbidden = await world.create_topic("forbidden")
     small = await world.create_topic("small", max_message_bytes=str(SMALL_BYTES))
     too_large = Message(small, b"", b"x" * 2 * SMALL_BYTES)
-    async with serving(world, desk, rights(world, Role.PROXY, small)) as service:
+    async with serving(world, desk, rights(world, AclRole.PROXY, small)) as service:
         with pytest.raises(BadTarget, match="grant this proxy Describe and Write"):
             await service.send(Message(forbidden, b"", b"x"))
         with pytest.raises(TooLarge):
             await service.send(too_large)
 
         # Without its settings it is not known before promotion what a topic takes.
-        (on_target,) = [right for right in rights(world, Role.PROXY, small) if right.name == small]
+        (on_target,) = [
+            right for right in rights(world, AclRole.PROXY, small) if right.name == small
+        ]
         await world.take(on_target, "DescribeConfigs")
 
         async def prepared() -> bool:
@@ -166,7 +168,7 @@ async def test_revoked_right_refuses_until_granted_again(
     world: AllowedWorld, desk: FakeEndpoint
 ) -> None:
     target, other = await world.create_topic("target"), await world.create_topic("other")
-    allowed = rights(world, Role.PROXY, target, other)
+    allowed = rights(world, AclRole.PROXY, target, other)
     (on_target,) = [right for right in allowed if right.name == target]
     async with serving(world, desk, allowed) as service:
         id = await service.prepare(Message(other, b"k", b"whole"), Message(target, b"k", b"whole"))
@@ -207,7 +209,7 @@ async def test_foreign_transactions_do_not_quarantine_target(
 ) -> None:
     target = await world.create_topic("target")
     end = await world.hang(target, 0)
-    async with serving(world, desk, rights(world, Role.PROXY, target)) as service:
+    async with serving(world, desk, rights(world, AclRole.PROXY, target)) as service:
         id = await service.prepare(Message(target, b"", b"ours"))
         await service.act(id, "commit")
         await until(lambda: holds_more(world, target, 1))
@@ -220,7 +222,7 @@ async def test_without_read_foreign_transactions_must_end_first(
 ) -> None:
     target = await world.create_topic("target")
     allowed = []
-    for right in rights(world, Role.PROXY, target):
+    for right in rights(world, AclRole.PROXY, target):
         left = tuple(one for one in right.operations if one != "Read" or right.name != target)
         allowed.append(structs.replace(right, operations=left))
     end = await world.hang(target, 0)
@@ -254,7 +256,7 @@ async def test_audit_works_with_its_rights(world: AllowedWorld) -> None:
     settings = world.settings()
     topics = (settings.half_topic, settings.op_topic, settings.parked_topic, target)
     assert await bounds(settings, topics) == set()
-    await world.allow(rights(world, Role.AUDIT, target))
+    await world.allow(rights(world, AclRole.AUDIT, target))
 
     async def denied() -> bool:
         try:
@@ -280,7 +282,7 @@ async def bounds(settings: KafkaSettings, topics: tuple[str, ...]) -> set[str]:
 async def test_apply_works_with_its_rights(secure_kafka: SecureKafka) -> None:
     world = AllowedWorld(secure_kafka)
     try:
-        await world.allow(rights(world, Role.APPLY))
+        await world.allow(rights(world, AclRole.APPLY))
 
         async def applied() -> bool:
             door = world.closed_door()

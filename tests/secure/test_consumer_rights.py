@@ -23,7 +23,7 @@ from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.settings import group_topics
 from txbroker.core.consuming.copies import DEAD_PARTITIONS, RETRY_PARTITIONS, GroupTopics
 from txbroker.errors import ConfigurationError
-from txbroker.kafka.client.acls import CREATE, Resource, Right, Role, consumer_rights
+from txbroker.kafka.client.acls import CREATE, AclRole, Resource, Right, consumer_rights
 
 QUICK: dict[str, Any] = {
     "session_s": 3.0,
@@ -58,7 +58,7 @@ class World(AllowedWorld):
         """Rights of its consumers."""
         own = [topic.name for topic in group_topics(self.prefix, self.group, aside=True)]
         needed = consumer_rights(self.group, own, [self.topic])
-        return [right for right in needed if right.role is Role.CONSUMER]
+        return [right for right in needed if right.role is AclRole.CONSUMER]
 
     def consumer(self, **options: Any) -> Consumer:
         """A consumer with this user's login."""
@@ -140,8 +140,8 @@ async def test_outputs_need_only_write(world: World) -> None:
     prices, secret = await world.create_topic("prices"), await world.create_topic("secret")
     own = [topic.name for topic in group_topics(world.prefix, world.group, aside=True)]
     needed = consumer_rights(world.group, own, [world.topic], [prices])
-    describe = Right(Role.CONSUMER, Resource.TOPIC, secret, False, ("Describe",), "a test")
-    await world.allow([*(right for right in needed if right.role is Role.CONSUMER), describe])
+    describe = Right(AclRole.CONSUMER, Resource.TOPIC, secret, False, ("Describe",), "a test")
+    await world.allow([*(right for right in needed if right.role is AclRole.CONSUMER), describe])
 
     async def handle(message: ReceivedMessage, out: Outputs) -> None:
         out.send(Message(prices, message.key))

@@ -11,7 +11,7 @@ from tests.secure.secure_world import AllowedWorld, SecureKafka
 from txbroker.core.records import Record
 from txbroker.door.consuming import Copy, CopyRefused, StoredOffset, TopicSpec
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.kafka.client.acls import Resource, Right, Role
+from txbroker.kafka.client.acls import AclRole, Resource, Right
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
 from txbroker.kafka.door.group_offsets import GroupOffsets
 
@@ -32,7 +32,7 @@ async def world(secure_kafka: SecureKafka) -> AsyncIterator[AllowedWorld]:
 
 
 def right(resource: Resource, name: str, *operations: str, prefixed: bool = False) -> Right:
-    return Right(next(iter(Role)), resource, name, prefixed, operations, "a test")
+    return Right(next(iter(AclRole)), resource, name, prefixed, operations, "a test")
 
 
 async def test_missing_rights_are_named(world: AllowedWorld) -> None:

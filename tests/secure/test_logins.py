@@ -19,7 +19,7 @@ from tests.tls.tls_files import Authority
 from txbroker.config.settings import Settings
 from txbroker.core.records import Message
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.client.acls import Role, rights_needed
+from txbroker.kafka.client.acls import AclRole, rights_needed
 from txbroker.kafka.client.client import Client, Connection
 from txbroker.kafka.client.connection import open_connection
 from txbroker.kafka.client.settings import KafkaSettings
@@ -211,7 +211,7 @@ async def test_expired_logins_lose_no_transaction_or_partition(secure_kafka: Sec
     await world.make_topics()
     target = await world.create_topic("target")
     needed = rights_needed(world.settings(), [target])
-    await world.allow(right for right in needed if right.role is Role.PROXY)
+    await world.allow(right for right in needed if right.role is AclRole.PROXY)
     async with FakeEndpoint().serve() as desk:
         service = Service(world, desk, partitions=1)
         await service.start()

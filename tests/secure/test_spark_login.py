@@ -16,7 +16,7 @@ from tests.secure.token_endpoint import TokenEndpoint
 from tests.tls.tls_files import PBES1
 from txbroker.config.settings import Settings
 from txbroker.core.records import Message
-from txbroker.kafka.client.acls import Role, rights_needed
+from txbroker.kafka.client.acls import AclRole, rights_needed
 from txbroker.spark.access import access_from
 from txbroker.spark.session import SparkSettings, spark_session
 
@@ -91,8 +91,8 @@ async def test_audit_needs_only_the_listed_rights(
     needed = rights_needed(world.settings(), [target])
     proxy = AllowedWorld(secure_kafka)
     proxy.prefix = world.prefix
-    await proxy.allow(right for right in needed if right.role is Role.PROXY)
-    await world.allow(right for right in needed if right.role is Role.AUDIT)
+    await proxy.allow(right for right in needed if right.role is AclRole.PROXY)
+    await world.allow(right for right in needed if right.role is AclRole.AUDIT)
     async with FakeEndpoint().serve() as desk:
         service = Service(proxy, desk, partitions=1)
         await service.start()

@@ -34,7 +34,7 @@ from txbroker.kafka.protocol.batch import (
     batch_body,
     encode_batch,
 )
-from txbroker.kafka.protocol.codecs import Unreadable
+from txbroker.kafka.protocol.codecs import BatchUndecodable
 from txbroker.kafka.tools import audit_access
 from txbroker.spark.access import AuditError, AuditKafka, TopicEnds
 from txbroker.spark.schema import Extract, Terms, TopicRead
@@ -377,7 +377,7 @@ def test_blocks_of_snappy_are_bounded_together(
     blocks = [Codec("snappy").compress(part, asbytes=True) for part in (plain[:60], plain[60:])]
     body = b"".join(len(each).to_bytes(4, "big") + each for each in blocks)
     packed = batch[:22] + b"\x02" + batch[23:HEADER_BYTES] + b"\x82SNAPPY\x00" + bytes(8) + body
-    with pytest.raises(Unreadable, match="MiB") if missing else nullcontext():
+    with pytest.raises(BatchUndecodable, match="MiB") if missing else nullcontext():
         (found,) = audit_access._decode(DefaultRecordBatch(packed), packed, range(9), 1)
         assert found.value == b"v" * 180
 

@@ -99,7 +99,7 @@ class Gap(Exception):
     """A record is not the next one of its log: records between may be missing."""
 
 
-class Watcher(Protocol):
+class ChangeWatcher(Protocol):
     """A snapshot that is being captured: it sees each transaction before it changes."""
 
     def before(self, transaction: Transaction) -> None:
@@ -151,7 +151,7 @@ class Ledger:
         self.wrote_refused = False
         self.commits_waited = 0
         self.waiting: dict[str, list[MarkerEntry]] = {}
-        self.watcher: Watcher | None = None
+        self.watcher: ChangeWatcher | None = None
         self._waiting_max = WAITING_SWEEP_MIN
         self._half_before: Anchor | None = None
         self._op_before: Anchor | None = None

@@ -16,10 +16,10 @@ from txbroker.relay.capture.pg.pgoutput import (
     Begin,
     Commit,
     Decoder,
-    Described,
     Identity,
     LogicalMessage,
     PgoutputError,
+    TableDescribed,
     lsn_text,
     parse_lsn,
 )
@@ -60,7 +60,7 @@ def decoder(*columns: tuple[str, int]) -> Decoder:
     """Return a decoder that knows the table `orders`."""
     made = Decoder([("public", "orders")])
     described = made.decode(relation(*(columns or (("id", INT), ("item", TEXT)))))
-    assert described == Described(*OF_ORDERS, Identity(False, frozenset({"id"})))
+    assert described == TableDescribed(*OF_ORDERS, Identity(False, frozenset({"id"})))
     return made
 
 

@@ -18,7 +18,7 @@ DESCRIBE, DESCRIBE_CONFIGS, ALTER_CONFIGS = "Describe", "DescribeConfigs", "Alte
 UNKNOWN_PRINCIPAL = "User:NAME"
 
 
-class Role(StrEnum):
+class AclRole(StrEnum):
     """A part of txbroker that needs rights."""
 
     PROXY = "proxy"
@@ -42,7 +42,7 @@ class Resource(StrEnum):
 class Right(Struct, frozen=True):
     """Operations that a role needs on a resource; `prefixed`: its name is a prefix."""
 
-    role: Role
+    role: AclRole
     resource: Resource
     name: str
     prefixed: bool
@@ -74,37 +74,37 @@ def rights_needed(
     change = (CREATE, DESCRIBE, DESCRIBE_CONFIGS, ALTER_CONFIGS)
     # Read only to see whether a transaction of an earlier claim is still open.
     promote = (*write_all, CREATE) if create_targets else write_all
-    rows: list[tuple[Role, Resource, str, bool, tuple[str, ...], str]] = [
-        *((Role.PROXY, topic, name, False, write_all, why) for name, why in whys.items()),
+    rows: list[tuple[AclRole, Resource, str, bool, tuple[str, ...], str]] = [
+        *((AclRole.PROXY, topic, name, False, write_all, why) for name, why in whys.items()),
         (
-            Role.PROXY,
+            AclRole.PROXY,
             topic,
             settings.audit_topic,
             False,
             (READ,),
             "audit results, for metrics and console",
         ),
-        (Role.PROXY, group, settings.group_id, False, (READ,), "partition assignment"),
-        (Role.PROXY, transactional_id, f"{half}-", True, (WRITE,), "promotion"),
-        *((Role.PROXY, topic, *name, promote, "promotion") for name in named),
+        (AclRole.PROXY, group, settings.group_id, False, (READ,), "partition assignment"),
+        (AclRole.PROXY, transactional_id, f"{half}-", True, (WRITE,), "promotion"),
+        *((AclRole.PROXY, topic, *name, promote, "promotion") for name in named),
         *(
-            (Role.APPLY, topic, name, False, rights, "creating and changing it")
+            (AclRole.APPLY, topic, name, False, rights, "creating and changing it")
             for name in settings.own_topics + settings.audit_topics
             for rights in [(*change, READ) if name == settings.groups_topic else change]
         ),
         *(
-            (Role.DOCTOR, topic, name, False, read_all, "age of audits")
+            (AclRole.DOCTOR, topic, name, False, read_all, "age of audits")
             for name in settings.audit_topics
         ),
         *(
-            (Role.AUDIT, topic, n, False, read_all, "records to compare")
+            (AclRole.AUDIT, topic, n, False, read_all, "records to compare")
             for n in (half, op, parked)
         ),
-        *((Role.AUDIT, topic, *name, read_all, "records to compare") for name in named),
-        (Role.AUDIT, topic, settings.audit_topic, False, (READ, WRITE), "results"),
-        (Role.AUDIT, topic, drift, False, (WRITE,), "findings"),
+        *((AclRole.AUDIT, topic, *name, read_all, "records to compare") for name in named),
+        (AclRole.AUDIT, topic, settings.audit_topic, False, (READ, WRITE), "results"),
+        (AclRole.AUDIT, topic, drift, False, (WRITE,), "findings"),
         (
-            Role.AUDIT,
+            AclRole.AUDIT,
             transactional_id,
             f"{drift}-",
             True,
@@ -129,21 +129,21 @@ def consumer_rights(
     own = list(own)
     change = (CREATE, DESCRIBE, DESCRIBE_CONFIGS, ALTER_CONFIGS)
     created = "creating it at the first start; not after `topics apply`"
-    rows: list[tuple[Role, Resource, str, bool, tuple[str, ...], str]] = [
-        *((Role.CONSUMER, topic, *_pattern(name), (READ,), "messages") for name in topics),
-        *((Role.CONSUMER, topic, *_pattern(name), (WRITE,), "outputs") for name in outputs),
-        (Role.CONSUMER, group_, group, False, (READ,), "membership and positions"),
-        *((Role.CONSUMER, topic, n, False, (READ, WRITE), "messages that failed") for n in own),
-        *((Role.CONSUMER, topic, name, False, (CREATE,), created) for name in own),
+    rows: list[tuple[AclRole, Resource, str, bool, tuple[str, ...], str]] = [
+        *((AclRole.CONSUMER, topic, *_pattern(name), (READ,), "messages") for name in topics),
+        *((AclRole.CONSUMER, topic, *_pattern(name), (WRITE,), "outputs") for name in outputs),
+        (AclRole.CONSUMER, group_, group, False, (READ,), "membership and positions"),
+        *((AclRole.CONSUMER, topic, n, False, (READ, WRITE), "messages that failed") for n in own),
+        *((AclRole.CONSUMER, topic, name, False, (CREATE,), created) for name in own),
         (
-            Role.CONSUMER,
+            AclRole.CONSUMER,
             transactional_id,
             consumers_transactional_id(group),
             True,
             (WRITE,),
             "storing outputs and failed messages together with positions",
         ),
-        *((Role.APPLY, topic, name, False, change, "creating and changing it") for name in own),
+        *((AclRole.APPLY, topic, name, False, change, "creating and changing it") for name in own),
     ]
     return [Right(*row) for row in rows]
 

@@ -39,7 +39,7 @@ A = TypeVar("A")
 """What a member knows of its assignment."""
 
 
-class Holder(NamedTuple):
+class InstanceHolder(NamedTuple):
     """The process that uses an instance id: its address, and the host it connects from or ""."""
 
     address: str
@@ -61,7 +61,7 @@ class Joined(NamedTuple, Generic[A]):
     sent_at: float
 
 
-class Identity(Struct):
+class MemberIdentity(Struct):
     """A member as the coordinator knows it; updated by each join.
 
     Attributes:
@@ -90,7 +90,7 @@ class Member(Generic[A]):
         self, client: Client, group: str, instance: str | None, session_s: float, protocol: str
     ) -> None:
         self.session_s = session_s
-        self.identity = Identity(instance=instance)
+        self.identity = MemberIdentity(instance=instance)
         self.generation = _NO_GENERATION
         """The newest generation, for heartbeats; its assignment may be on its way."""
         self._client = client
@@ -204,7 +204,7 @@ class Member(Generic[A]):
             raise KafkaRefused(answer.error_code)
         return int(answer.error_code)
 
-    async def holder(self) -> Holder | None:
+    async def holder(self) -> InstanceHolder | None:
         """Return the process that uses our instance id now; None if unknown."""
         node = await self._client.coordinator(GROUP, self._group)
         answer = await self._client.ask(
@@ -214,7 +214,7 @@ class Member(Generic[A]):
             _, instance, _, host, metadata, _ = member
             # During a rebalance the coordinator returns no metadata.
             if instance == self._instance and (address := self._address(metadata)):
-                return Holder(address, host.removeprefix("/"))
+                return InstanceHolder(address, host.removeprefix("/"))
         return None
 
     async def leave(self) -> None:

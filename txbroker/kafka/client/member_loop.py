@@ -18,7 +18,7 @@ from txbroker.door.protocols import TAKEN
 from txbroker.error_text import raised_at, safe_repr
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.client import KafkaRefused
-from txbroker.kafka.client.member import Holder, Joined, Member
+from txbroker.kafka.client.member import InstanceHolder, Joined, Member
 from txbroker.kafka.protocol.codes import Code, describe
 from txbroker.net.timers import grown_pause_s
 
@@ -55,7 +55,7 @@ class Hearer(Protocol[_A_contra]):
     def lost(self, why: str) -> None:
         """The member is out of the group, and tries to join again."""
 
-    def replaced_by(self, holder: Holder) -> str:
+    def replaced_by(self, holder: InstanceHolder) -> str:
         """Return the reason of a loss, for an instance id that another process uses."""
 
 
@@ -86,7 +86,7 @@ class MemberLoop(Generic[A]):
         self._permanent = permanent
         self._hearer = hearer
         self._why = ""
-        self._replaced_by: Holder | None = None
+        self._replaced_by: InstanceHolder | None = None
         self._requested = False
         self._rejoin = False
         self._wake = asyncio.Event()

@@ -14,7 +14,7 @@ from txbroker.door.consuming import CommitFenced, Copy, MemberListener, Partitio
 from txbroker.door.protocols import TAKEN
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused
-from txbroker.kafka.client.member import Holder, Identity, Member
+from txbroker.kafka.client.member import InstanceHolder, Member, MemberIdentity
 from txbroker.kafka.client.member_loop import MemberLoop
 from txbroker.kafka.door.group_offsets import GroupOffsets
 from txbroker.kafka.protocol.codes import RETRIABLE, Code
@@ -283,7 +283,7 @@ class KafkaGroupMember:
             self._commits.pop().reschedule(0.0)
         self._listener.lost(why)
 
-    def replaced_by(self, holder: Holder) -> str:
+    def replaced_by(self, holder: InstanceHolder) -> str:
         """Return the reason of a loss, for an instance id that another process uses."""
         return (
             f"{TAKEN}: {self._instance} is now {holder.address} ({holder.host}). This "
@@ -299,4 +299,4 @@ async def store_copies(client: Client, group: str, copies: Sequence[Copy]) -> No
         CopyRefused
         KafkaUnavailable: the result is unknown.
     """
-    await GroupOffsets(client, group, Identity()).commit({}, copies)
+    await GroupOffsets(client, group, MemberIdentity()).commit({}, copies)

@@ -16,7 +16,7 @@ from txbroker.core.routing import OwnedPartitions
 from txbroker.door.protocols import Assignment, Membership, replaced_by
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client
-from txbroker.kafka.client.member import Holder, Member
+from txbroker.kafka.client.member import InstanceHolder, Member
 from txbroker.kafka.client.member_loop import MemberLoop
 from txbroker.kafka.protocol.codes import Code
 from txbroker.kafka.protocol.generation import (
@@ -216,5 +216,5 @@ class _Hearer:
         self.lost = lost
         self._instance = instance
 
-    def replaced_by(self, holder: Holder) -> str:
+    def replaced_by(self, holder: InstanceHolder) -> str:
         return replaced_by(self._instance, *holder)

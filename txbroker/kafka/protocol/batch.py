@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from txbroker.core.encoding import NULL, SMALL, encode_headers, varint
 from txbroker.core.records import Encoded, Header, Record
-from txbroker.kafka.protocol.codecs import CODECS, TooLarge, Unreadable, inflate
+from txbroker.kafka.protocol.codecs import CODECS, BatchUndecodable, InflatedTooLarge, inflate
 
 if google_crc32c.implementation != "c":
     raise ImportError(
@@ -146,7 +146,7 @@ def decode_batch(
         inflated_bytes_max: limit of a compressed batch's memory once decoded.
 
     Raises:
-        Unreadable: the batch exceeds the limit, or is malformed.
+        BatchUndecodable: the batch exceeds the limit, or is malformed.
     """
     codec = batch.compression_type
     try:
@@ -171,7 +171,7 @@ def decode_batch(
             records = list(_lenient(batch, data, producer))
     except (KafkaError, ValueError, IndexError) as error:
         how = f" (compressed with {CODECS[codec]})" if codec else ""
-        raise Unreadable(f"{error or type(error).__name__}{how}") from None
+        raise BatchUndecodable(f"{error or type(error).__name__}{how}") from None
     if isinstance(offsets, range) and _covers(offsets, records):
         return records
     return [record for record in records if record.offset in offsets]
@@ -190,8 +190,8 @@ def _inflated(codec: int, data: bytes | memoryview, bytes_max: int) -> bytes:
     room = bytes_max - int.from_bytes(data[_COUNT_AT:HEADER_BYTES], "big") * RECORD_BYTES
     try:
         inflated = inflate(codec, memoryview(data)[HEADER_BYTES:], max(0, room))
-    except TooLarge:
-        raise Unreadable(
+    except InflatedTooLarge:
+        raise BatchUndecodable(
             f"it exceeds {bytes_max >> 20} MiB uncompressed (compressed with {CODECS[codec]})"
         ) from None
     header = bytearray(data[:HEADER_BYTES])

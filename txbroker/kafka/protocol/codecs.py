@@ -25,11 +25,11 @@ _BLOCK_SIZE = struct.Struct(">i")
 _USUAL_RATIO, _USUAL_BYTES = 8, 64 << 10
 
 
-class Unreadable(Exception):
+class BatchUndecodable(Exception):
     """A batch with a valid checksum does not decode: another client wrote it."""
 
 
-class TooLarge(Exception):
+class InflatedTooLarge(Exception):
     """The inflated records exceed the limit."""
 
 
@@ -41,14 +41,14 @@ def inflate(codec: int, data: memoryview, bytes_max: int) -> bytes:
         bytes_max: limit of the inflated size.
 
     Raises:
-        Unreadable: the data are malformed.
-        TooLarge
+        BatchUndecodable: the data are malformed.
+        InflatedTooLarge
     """
     name = CODECS.get(codec)
     if name is None:
-        raise Unreadable(f"it is compressed with the unknown codec {codec}")
+        raise BatchUndecodable(f"it is compressed with the unknown codec {codec}")
     if name != "gzip" and cramjam is None:
-        raise Unreadable(f"it is compressed with {name}: install the package cramjam")
+        raise BatchUndecodable(f"it is compressed with {name}: install the package cramjam")
     try:
         if name == "gzip":
             inflated = _gzip(data, bytes_max)
@@ -57,7 +57,7 @@ def inflate(codec: int, data: memoryview, bytes_max: int) -> bytes:
         else:
             inflated = _framed(cramjam.lz4 if name == "lz4" else cramjam.zstd, data, bytes_max)
     except (ValueError, OSError, EOFError, zlib.error, struct.error, _DECOMPRESSION) as error:
-        raise Unreadable(f"it does not inflate as {name}: {error}") from None
+        raise BatchUndecodable(f"it does not inflate as {name}: {error}") from None
     return inflated
 
 
@@ -65,7 +65,7 @@ def _gzip(data: memoryview, bytes_max: int) -> bytes:
     with gzip.GzipFile(fileobj=BytesIO(data)) as file:
         inflated = file.read(bytes_max + 1)
     if len(inflated) > bytes_max:
-        raise TooLarge
+        raise InflatedTooLarge
     return inflated
 
 
@@ -87,7 +87,7 @@ def _snappy(data: memoryview, bytes_max: int) -> Iterator[bytes]:
 
 def _snappy_block(data: memoryview, bytes_max: int) -> bytes:
     if cramjam.snappy.decompress_raw_len(data) > bytes_max:
-        raise TooLarge
+        raise InflatedTooLarge
     return bytes(cramjam.snappy.decompress_raw(data))
 
 
@@ -106,6 +106,6 @@ def _framed(codec: Any, data: memoryview, bytes_max: int) -> bytes:
         size = into(data, buffer)
     except _DECOMPRESSION as error:
         if "whole buffer" in str(error):
-            raise TooLarge from None
+            raise InflatedTooLarge from None
         raise
     return bytes(memoryview(buffer)[:size])

@@ -16,7 +16,7 @@ from txbroker.core.encoding import PROGRESS_KEY
 from txbroker.core.records import Record
 from txbroker.errors import InvariantBroken
 from txbroker.kafka.protocol.batch import Decode, decode_batch
-from txbroker.kafka.protocol.codecs import Unreadable
+from txbroker.kafka.protocol.codecs import BatchUndecodable
 
 _LOG_APPEND_TIME = 1
 # Decoded in some milliseconds.
@@ -188,7 +188,7 @@ class Fetched:
             )
         try:
             piece += self._decode(batch, data, offsets, self._producer(batch))
-        except Unreadable as error:
+        except BatchUndecodable as error:
             self._reason = str(error)
             return False
         return True

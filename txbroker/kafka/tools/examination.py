@@ -103,7 +103,7 @@ class TopicSeen(Struct, frozen=True):
     rights: frozenset[str] | None
 
 
-class Cluster(Struct, frozen=True):
+class ClusterFacts(Struct, frozen=True):
     """A Kafka cluster: its id, controller, broker addresses by id, and requested topics."""
 
     id: str
@@ -149,10 +149,10 @@ class KafkaExamination(ClientOwner):
         super().__init__(self.settings)
         self._admin = Admin(self._client)
 
-    async def cluster(self, topics: Iterable[str] = ()) -> Cluster:
+    async def cluster(self, topics: Iterable[str] = ()) -> ClusterFacts:
         """Return the brokers, and metadata of topics."""
         answer = await self._client.ask_any(metadata(topics, rights=True), _CHANNEL)
-        return Cluster(
+        return ClusterFacts(
             answer.cluster_id or "",
             answer.controller_id,
             {node: address_text(host, port) for node, host, port, _rack in answer.brokers},
@@ -266,7 +266,7 @@ class KafkaExamination(ClientOwner):
 
     # --- clocks ------------------------------------------------------------------------------
 
-    async def newest_appends(self, cluster: Cluster) -> dict[Partition, int]:
+    async def newest_appends(self, cluster: ClusterFacts) -> dict[Partition, int]:
         """Return the newest timestamp of each partition, ms since 1970.
 
         With LogAppendTime the leader's clock has reached it. Partitions that are empty or have no
@@ -306,7 +306,7 @@ class KafkaExamination(ClientOwner):
         return {p: high[p] - offset for p, offset in stable.items() if offset < high[p]}
 
     async def _producers(
-        self, cluster: Cluster, hidden: Mapping[Partition, int]
+        self, cluster: ClusterFacts, hidden: Mapping[Partition, int]
     ) -> list[OpenTransaction]:
         transactions = []
         for leader, topics in _by_leader(cluster, frozenset(hidden)).items():
@@ -326,7 +326,7 @@ class KafkaExamination(ClientOwner):
 
     async def _mark_lost(
         self,
-        cluster: Cluster,
+        cluster: ClusterFacts,
         hidden: Mapping[Partition, int],
         transactions: Sequence[OpenTransaction],
     ) -> list[OpenTransaction]:
@@ -343,7 +343,7 @@ class KafkaExamination(ClientOwner):
         ]
 
     async def _add_coordinator_state(
-        self, cluster: Cluster, transactions: Sequence[OpenTransaction]
+        self, cluster: ClusterFacts, transactions: Sequence[OpenTransaction]
     ) -> list[OpenTransaction]:
         if not transactions:
             return []
@@ -379,7 +379,7 @@ def _topic_seen(error: int, partitions: Sequence[tuple[Any, ...]], bits: int) ->
 
 
 def _by_leader(
-    cluster: Cluster, only: frozenset[Partition] | None = None
+    cluster: ClusterFacts, only: frozenset[Partition] | None = None
 ) -> dict[int, dict[str, list[int]]]:
     led: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for name, topic in cluster.topics.items():

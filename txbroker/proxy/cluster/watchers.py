@@ -23,7 +23,7 @@ PROBLEMS_SHOWN = 5
 log = get_logger(__name__)
 
 
-class Watcher(ABC):
+class Poller(ABC):
     """Polls until it is closed."""
 
     _task: asyncio.Task[None] | None = None
@@ -45,7 +45,7 @@ class Watcher(ABC):
     async def _poll(self) -> None: ...
 
 
-class PeerWatcher(Watcher):
+class PeerWatcher(Poller):
     """Polls the other proxies of the group, at `others()`, and passes their sessions on."""
 
     def __init__(
@@ -88,7 +88,7 @@ class PeerWatcher(Watcher):
                 log.warning("proxy does not answer", url=url, why=str(error))
 
 
-class Sampler(Watcher):
+class Sampler(Poller):
     """Calls a function once a second; a fault in it ends nothing."""
 
     def __init__(self, sample: Callable[[], None]) -> None:
@@ -106,7 +106,7 @@ class Sampler(Watcher):
             self._failed = False
 
 
-class ReadinessLog(Watcher):
+class ReadinessLog(Poller):
     """Logs when the proxy becomes ready to take calls, and when it stops being ready."""
 
     def __init__(self, readiness: Callable[[], Readiness]) -> None:

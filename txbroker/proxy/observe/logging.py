@@ -22,14 +22,14 @@ WINDOW_S = 10.0
 """Length of a window, seconds: on average at most two lines a second of each kind."""
 
 
-class Timer(Protocol):
+class LogTimer(Protocol):
     """Calls a function once, later."""
 
     def start(self) -> None:
         """Begin to wait."""
 
 
-def _thread_timer(delay_s: float, then: Callable[[], None]) -> Timer:
+def _thread_timer(delay_s: float, then: Callable[[], None]) -> LogTimer:
     timer = threading.Timer(delay_s, then)
     timer.daemon = True
     return timer
@@ -75,7 +75,7 @@ class LineBounds:
         lines_max: int = LINES_MAX,
         window_s: float = WINDOW_S,
         now_s: Callable[[], float] = time.monotonic,
-        later: Callable[[float, Callable[[], None]], Timer] = _thread_timer,
+        later: Callable[[float, Callable[[], None]], LogTimer] = _thread_timer,
     ) -> None:
         self._report = report
         self._lines_max = lines_max

@@ -34,9 +34,9 @@ from txbroker.relay.capture.pg.pgoutput import (
     Begin,
     Commit,
     Decoder,
-    Described,
     Event,
     LogicalMessage,
+    TableDescribed,
     lsn_text,
     parse_lsn,
 )
@@ -537,7 +537,7 @@ class _Reader:
         elif isinstance(event, Commit):
             self._committed(event)
             return True
-        elif isinstance(event, Described):
+        elif isinstance(event, TableDescribed):
             table = self._tables[event.schema, event.table]
             self.problem = self.problem or pgfacts.identity_problem(table, event.identity)
             self.altered = True

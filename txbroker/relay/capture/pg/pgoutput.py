@@ -70,7 +70,7 @@ class Begin(Struct, frozen=True, gc=False):
     xid: int
 
 
-class Described(Struct, frozen=True, gc=False):
+class TableDescribed(Struct, frozen=True, gc=False):
     """A wanted table is described, before its next row.
 
     Attributes:
@@ -129,7 +129,7 @@ class LogicalMessage(Struct, frozen=True, gc=False):
     content: bytes
 
 
-Event: TypeAlias = Begin | Commit | Described | LogicalMessage | Change | tuple[Change, ...]
+Event: TypeAlias = Begin | Commit | TableDescribed | LogicalMessage | Change | tuple[Change, ...]
 """A tuple is a TRUNCATE of these tables."""
 
 
@@ -255,7 +255,7 @@ class Decoder:
             **_CONVERTERS,
             _MONEY: partial(_money, money_digits),
         }
-        self._parent: Described | None = None
+        self._parent: TableDescribed | None = None
         """The partitioned table that was described last: its partition may follow."""
 
     def decode(self, data: bytes, at: int = 0) -> Event | None:
@@ -332,7 +332,7 @@ class Decoder:
             if relation.wanted
         )
 
-    def _relation(self, data: bytes, at: int) -> Described | None:
+    def _relation(self, data: bytes, at: int) -> TableDescribed | None:
         oid = int.from_bytes(data[at : at + 4], "big")
         schema, at = _text(data, at + 4)
         table, at = _text(data, at)
@@ -356,7 +356,7 @@ class Decoder:
         found = Identity(full, frozenset(key))
         parent, self._parent = self._parent, None
         if wanted:
-            described = Described(*place, found)
+            described = TableDescribed(*place, found)
             self._parent = described if place in self._partitioned else None
             return described
         if parent is not None:  # the partition whose rows follow
