@@ -128,7 +128,9 @@ COMMANDS = (
     ),
     Command("principals", "ops.principals", "Manage who may call a proxy, and for which groups."),
     Command("top", "ops.top", "Show the state of all proxies, refreshed."),
-    Command("databases", "ops.databases", "Create txbroker's tables in your databases."),
+    Command(
+        "databases", "ops.databases", "Create and migrate txbroker's tables in your databases."
+    ),
     Command("capture", "relay.capture", "Capture changes of rows in databases as messages."),
     Command("outbox", "relay.outbox", "Create outbox tables, deliver their rows, resolve them."),
     Command("doctor", "doctor.command", "Diagnose an installation; name a remedy per problem."),

@@ -36,6 +36,17 @@ async def relays_tables(subject: Subject) -> Finding:
 
 
 @book.check(
+    "txbroker's tables in the database have this version",
+    hint="Migrate older tables with `txbroker databases migrate URL`; for newer ones use the "
+    "txbroker that migrated them.",
+    doc="docs/how-to/databases.md#migrate",
+)
+async def relays_versions(subject: Subject) -> Finding:
+    problems = await subject.version_problems()
+    return _graded(bool(problems), False, f"{len(problems)} sets have another", problems)
+
+
+@book.check(
     "a relay runs for each shard",
     hint="Start one with `txbroker outbox relay URL`, or `Relay` in a service.",
     doc="docs/runbooks/TxBrokerRelayStalled.md",

@@ -1,4 +1,4 @@
-"""The facts about an outbox and its relays, read from its database."""
+"""The facts about an outbox and its relays, and about txbroker's other tables in its database."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from txbroker.databases.database import Database
+from txbroker.databases.database import TABLE_SETS, Database
 from txbroker.databases.dialect import MARIADB
 from txbroker.databases.outbox.leases import Lease, Leases
 from txbroker.databases.outbox.operations import WHOLE, problem_of, selected
 from txbroker.databases.outbox.table import OUTBOX, SHARDS_MAX, STATES, outbox_tables
 from txbroker.databases.outbox.waiting import WaitingRows
 from txbroker.databases.steps import Query, Steps
+from txbroker.databases.tables import check_versions, stored_versions
+from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.plan import Capture
 
 _ROWS = 20
@@ -54,6 +56,26 @@ class OutboxFacts(Struct, frozen=True):
     causes: Sequence[tuple[str, str]] = ()
     problems: Sequence[str] = ()
     packet_bytes: int | None = None
+
+
+async def version_problems(database: Database) -> list[str]:
+    """Return which tables are of another version than this txbroker's, each with the next step.
+
+    Raises:
+        ConfigurationError: they may not be read.
+        DatabaseUnavailable
+    """
+    problems = []
+    for tables in TABLE_SETS:
+        steps = stored_versions(database.dialect, tables)
+        with database.explained(tables=tables):
+            versions = await asyncio.to_thread(database.apart, steps)
+        try:
+            if versions:
+                check_versions(database.name, tables, versions)
+        except ConfigurationError as error:
+            problems.append(str(error))
+    return problems
 
 
 async def outbox_facts(database: Database) -> OutboxFacts:

@@ -16,9 +16,10 @@ from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 
 from txbroker.cli.client import ApiConnection, ApiError
-from txbroker.cli.doctor.outbox import OutboxFacts, RelayTargets, outbox_facts
+from txbroker.cli.doctor.outbox import OutboxFacts, RelayTargets, outbox_facts, version_problems
 from txbroker.config.settings import Settings
 from txbroker.contract.service import Overview
+from txbroker.databases.database import Database
 from txbroker.door.consuming import TopicSpec
 from txbroker.errors import NotPermitted
 from txbroker.kafka.tools.examination import BrokerFacts, ClusterFacts, KafkaExamination
@@ -324,10 +325,17 @@ class Subject:
 
     async def outbox(self) -> OutboxFacts:
         """Return the facts about the outbox of the named database."""
-        database = self._relays.database
-        if database is None:
-            raise Unavailable("no database is named: give one by --database")
+        database = self._database()
         return await self._once("outbox", lambda: outbox_facts(database))
+
+    async def version_problems(self) -> list[str]:
+        """Return which tables in the named database are of another version."""
+        return await version_problems(self._database())
+
+    def _database(self) -> Database:
+        if self._relays.database is None:
+            raise Unavailable("no database is named: give one by --database")
+        return self._relays.database
 
     async def capture_steps(self) -> list[Step]:
         """Return what the named capture needs in its database."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-import pymysql
 import pytest
 from click.testing import CliRunner
 
@@ -29,9 +28,8 @@ from txbroker.databases import (
     from_django,
     from_url,
 )
-from txbroker.databases.dialect import DIALECTS, MARIADB
-from txbroker.databases.steps import Result
-from txbroker.databases.tables import NAMES, create
+from txbroker.databases.dialect import DIALECTS
+from txbroker.databases.tables import NAMES
 from txbroker.errors import ConfigurationError, TxbrokerError
 
 KINDS = [
@@ -71,18 +69,6 @@ def test_several_processes_create_the_tables(empty: Place) -> None:
     assert (tables(empty), versions(empty)) == (set(NAMES), [1])
 
 
-def test_creation_is_repeated_after_a_deadlock() -> None:
-    """MariaDB has one, rarely, between several processes."""
-    deadlock = pymysql.OperationalError(1213, "Deadlock found")
-    steps = create(MARIADB)
-    assert next(steps).sql.startswith("SET SESSION")
-    first = steps.send(Result(0, ()))
-    for _ in range(4):
-        assert steps.throw(deadlock) == first
-    with pytest.raises(pymysql.OperationalError):
-        steps.throw(deadlock)
-
-
 async def test_first_use_creates_the_tables(empty: Place) -> None:
     assert await Barrier(empty.database).check_async("a") is Decision.ROLLBACK
     assert tables(empty) == set(NAMES)
@@ -108,7 +94,7 @@ async def test_missing_tables_are_reported(empty: Place) -> None:
 def test_tables_of_another_version_are_refused(empty: Place) -> None:
     empty.database.create()
     empty.execute("UPDATE txbroker_schema SET version = 7")
-    with pytest.raises(ConfigurationError, match=r"version 7; .* version 1: upgrade the older"):
+    with pytest.raises(ConfigurationError, match=r"version 7; .* version 1: use the newer"):
         Barrier(from_url(empty.url)).check("a")
 
 

@@ -12,6 +12,7 @@ import pytest
 from msgspec import structs
 
 from tests.kit.doctor import World
+from txbroker.cli.doctor import checks_relays
 from txbroker.cli.doctor import outbox as facts
 from txbroker.cli.doctor.findings import CheckLevel, DoctorResult
 from txbroker.cli.doctor.outbox import RelayTargets
@@ -96,6 +97,14 @@ FAULTS: dict[str, tuple[Callable[[Relays], None], str, CheckLevel, str]] = {
         lambda it: (it.row(shard=7), it.execute(f"UPDATE {RELAY} SET lease_until = 1"))[0],
         "relays-running", FAILS, "shard 0: 1 rows wait",
     ),
+    "older tables of consumers": (
+        lambda it: (it.database.create(), it.execute("UPDATE txbroker_schema SET version = 0"))[0],
+        "relays-versions", FAILS, "of version 0; this txbroker uses version 1: run `txbroker data",
+    ),
+    "newer tables of consumers": (
+        lambda it: (it.database.create(), it.execute("UPDATE txbroker_schema SET version = 7"))[0],
+        "relays-versions", FAILS, "txbroker_inbox of version 7; this txbroker uses version 1: use",
+    ),
     "missing shard": (
         lambda it: it.execute(f"UPDATE {RELAY} SET shards = 2"),
         "relays-running", FAILS, "shard 1 has no row",
@@ -139,6 +148,19 @@ async def test_missing_tables_leave_the_rest_unknown(world: World, tmp_path: Pat
     levels = {one.name: one.level for one in report.outcomes}
     assert levels["relays-tables"] is FAILS
     assert levels["relays-running"] is CheckLevel.UNKNOWN
+
+
+async def test_outbox_of_another_version_leaves_the_rest_unknown(relays: Relays) -> None:
+    relays.execute(f"UPDATE {RELAY} SET version = 7")
+    results = await relays.results()
+    found, other = results["relays-tables"], results.pop("relays-versions")
+    assert (found.level, other.level, other.details) == (FAILS, FAILS, (found.found,))
+    assert "txbroker_outbox, txbroker_relay of version 7" in found.found
+    unread = {name for name, one in results.items() if one.level is CheckLevel.UNKNOWN}
+    assert unread == {check.name for check in checks_relays.book.checks} - {
+        "relays-tables",
+        "relays-versions",
+    }
 
 
 async def test_small_packets_are_found(relays: Relays, monkeypatch: pytest.MonkeyPatch) -> None:

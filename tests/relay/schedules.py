@@ -533,7 +533,7 @@ class OutboxInMemory:
             "julianday", 1, lambda _now: 2440587.5 + self.now_ms / 86_400_000
         )
         self.session = DriverSession(connection, SQLITE, "qmark")
-        run(create(SQLITE, outbox_tables("outbox")), self.session.execute)
+        run(create(SQLITE, "outbox", outbox_tables("outbox")), self.session.execute)
         self.named = run(Leases(SQLITE, "", 10).named(), self.session.execute)
 
     def clear(self, shards: int) -> None:

@@ -289,6 +289,9 @@ class SqliteBarrier(Barrier):
 
         def create() -> Steps[str]:
             file = yield from tables.file_of(self.database.name)
+            versions = yield from tables.stored_versions(SQLITE, tables.CONSUMING)
+            if versions:
+                tables.check_versions(self.database.name, tables.CONSUMING, versions)
             yield Query(tables.create_table(tables.BARRIER, SQLITE, self._table))
             return file
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from txbroker.databases.dialect import Fault, dialect_named, original
+from txbroker.databases.outbox.table import outbox_tables
 from txbroker.databases.sessions import (
     AsyncSession,
     DriverSession,
@@ -16,14 +17,16 @@ from txbroker.databases.sessions import (
     set_up_own,
 )
 from txbroker.databases.steps import Query, Steps, run, run_async
-from txbroker.databases.tables import CONSUMING, TableSet, create, prepare
+from txbroker.databases.tables import CONSUMING, TableSet, check, create, migrate, stored_versions
 from txbroker.errors import ConfigurationError, TxbrokerError
 
 T = TypeVar("T")
 LOCK_WAIT_S = 10.0
 IDLE_S = 60.0
 PREPARE_WAIT_S = 2.0
+TABLE_SETS = (CONSUMING, outbox_tables())
 _FIRST_STEP = ": start the database, or correct its address, name, user or password"
+_BUSY_STEP = ": another transaction uses the tables: end it, or try again"
 
 
 class DatabaseUnavailable(TxbrokerError):
@@ -31,7 +34,7 @@ class DatabaseUnavailable(TxbrokerError):
 
 
 class Database:
-    """A database. Opens connections; creates and checks txbroker's tables.
+    """A database. Opens connections; creates, migrates and checks txbroker's tables.
 
     Args:
         connect: opens a DB-API connection that commits every statement (autocommit).
@@ -119,26 +122,33 @@ class Database:
             raise
         return session
 
-    def apart(self, steps: Steps[T], lock_wait_s: float = LOCK_WAIT_S) -> T:
-        """Execute steps on a connection opened for them; each statement commits.
+    def apart(self, steps: Steps[T], lock_wait_s: float = LOCK_WAIT_S, *, whole: bool = False) -> T:
+        """Execute steps on a connection opened for them.
+
+        Args:
+            whole: in one transaction; otherwise each statement commits.
 
         Raises: the driver's error.
         """
         session = self.open_apart(lock_wait_s)
         try:
-            return run(steps, session.execute)
+            return steps_in_transaction(steps, session) if whole else run(steps, session.execute)
         finally:
             session.close()
 
-    async def apart_async(self, steps: Steps[T], lock_wait_s: float = LOCK_WAIT_S) -> T:
+    async def apart_async(
+        self, steps: Steps[T], lock_wait_s: float = LOCK_WAIT_S, *, whole: bool = False
+    ) -> T:
         """`apart` for asyncio; in a thread if the driver is not asynchronous."""
         if not self.asynchronous:
-            return await in_thread(lambda: self.apart(steps, lock_wait_s))
+            return await in_thread(lambda: self.apart(steps, lock_wait_s, whole=whole))
         session = await self.open_async(lock_wait_s)
         try:
             for sql in self.dialect.own:
                 await session.execute(Query(sql))
             read_any_text(session)
+            if whole:
+                return await steps_in_transaction_async(steps, session)
             return await run_async(steps, session.execute)
         finally:
             await session.close()
@@ -165,12 +175,33 @@ class Database:
             DatabaseUnavailable
         """
         with self.explained(_FIRST_STEP, tables):
-            self.apart(create(self.dialect, tables))
+            self.apart(create(self.dialect, self.name, tables), whole=True)
 
     async def create_async(self, tables: TableSet = CONSUMING) -> None:
         """`create` for asyncio."""
         with self.explained(_FIRST_STEP, tables):
-            await self.apart_async(create(self.dialect, tables))
+            await self.apart_async(create(self.dialect, self.name, tables), whole=True)
+
+    def migrate(self, *, dry_run: bool = False) -> list[str]:
+        """Take txbroker's tables that exist to the version that this txbroker uses, and return the
+        SQL: in one transaction, but on MariaDB, which commits each statement.
+
+        Args:
+            dry_run: only return the SQL.
+
+        Raises:
+            ConfigurationError: tables of a newer version, or no right: nothing is changed.
+            DatabaseUnavailable: also while another session uses the tables.
+        """
+        with self.explained(_FIRST_STEP):
+            steps = migrate(self.dialect, self.name, TABLE_SETS, dry_run=dry_run)
+            return self.apart(steps, whole=not dry_run)
+
+    async def migrate_async(self, *, dry_run: bool = False) -> list[str]:
+        """`migrate` for asyncio."""
+        with self.explained(_FIRST_STEP):
+            steps = migrate(self.dialect, self.name, TABLE_SETS, dry_run=dry_run)
+            return await self.apart_async(steps, whole=not dry_run)
 
     def prepare(self, tables: TableSet = CONSUMING) -> None:
         """Check the tables; create them if they are missing and `create_tables`.
@@ -181,13 +212,25 @@ class Database:
             DatabaseUnavailable
         """
         with self.explained(_FIRST_STEP, tables):
-            self.file = self.apart(self._preparation(tables), PREPARE_WAIT_S)
+            if self.create_tables and not self.apart(
+                stored_versions(self.dialect, tables), PREPARE_WAIT_S
+            ):
+                steps = create(self.dialect, self.name, tables)
+                self.apart(steps, PREPARE_WAIT_S, whole=True)
+            self.file = self.apart(check(self.dialect, self.name, tables), PREPARE_WAIT_S)
         self.prepared.add(tables.name)
 
     async def prepare_async(self, tables: TableSet = CONSUMING) -> None:
         """`prepare` for asyncio."""
         with self.explained(_FIRST_STEP, tables):
-            self.file = await self.apart_async(self._preparation(tables), PREPARE_WAIT_S)
+            if self.create_tables and not await self.apart_async(
+                stored_versions(self.dialect, tables), PREPARE_WAIT_S
+            ):
+                steps = create(self.dialect, self.name, tables)
+                await self.apart_async(steps, PREPARE_WAIT_S, whole=True)
+            self.file = await self.apart_async(
+                check(self.dialect, self.name, tables), PREPARE_WAIT_S
+            )
         self.prepared.add(tables.name)
 
     def ready(self, tables: TableSet = CONSUMING) -> None:
@@ -199,9 +242,6 @@ class Database:
         """`ready` for asyncio."""
         if tables.name not in self.prepared:
             await self.prepare_async(tables)
-
-    def _preparation(self, tables: TableSet) -> Steps[str]:
-        return prepare(self.dialect, self.name, create_tables=self.create_tables, tables=tables)
 
     @contextmanager
     def explained(self, unavailable: str = "", tables: TableSet = CONSUMING) -> Iterator[None]:
@@ -220,8 +260,9 @@ class Database:
             raise
         except Exception as error:
             found = self.explain(error, tables)
-            if isinstance(found, DatabaseUnavailable):
-                found = DatabaseUnavailable(f"{found}{unavailable}")
+            if unavailable and isinstance(found, DatabaseUnavailable):
+                busy = self.dialect.fault(error) is Fault.BUSY
+                found = DatabaseUnavailable(f"{found}{_BUSY_STEP if busy else unavailable}")
             raise found from error
 
     def explain(self, error: BaseException, tables: TableSet = CONSUMING) -> BaseException:
@@ -235,7 +276,8 @@ class Database:
             case Fault.DENIED:
                 return ConfigurationError(
                     f"{text}: grant this user SELECT, INSERT, UPDATE and DELETE on txbroker's "
-                    "tables; to create them also CREATE"
+                    "tables; create and migrate them as their owner, in MariaDB with CREATE, ALTER "
+                    "and INDEX"
                 )
         return error
 

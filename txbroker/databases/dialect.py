@@ -17,7 +17,7 @@ class Fault(StrEnum):
     BUSY = "busy"
     """Another transaction was in the way; this one has no effect and can be repeated."""
     DUPLICATE = "duplicate"
-    """A row with this primary key exists."""
+    """A row with this primary key exists, or a table, column, trigger or function."""
     UNAVAILABLE = "unavailable"
     """The server, file or connection cannot be used now; of a commit the result is unknown."""
     NO_TABLE = "no table"
@@ -72,6 +72,9 @@ class Dialect(Struct, frozen=True, kw_only=True):
         limits: statements that limit the waits of a session.
         own: statements that set what an administrator may have set otherwise, on sessions that no
             handler receives.
+        lock_tables: first statement of a transaction that changes txbroker's tables: it waits until
+            no other one does; "": `begin` does.
+        unlock_tables: its last statement; "": the end of the transaction does.
         holders: a SELECT of who may hold locks on `{tables}`, the longest first, as text; "": the
             database does not show it.
         in_transaction: a SELECT that returns whether it is part of an open transaction.
@@ -112,6 +115,8 @@ class Dialect(Struct, frozen=True, kw_only=True):
     keyed: str
     limits: tuple[str, ...]
     own: tuple[str, ...]
+    lock_tables: str
+    unlock_tables: str
     holders: str
     in_transaction: str
     within: str
@@ -162,6 +167,8 @@ def _sqlite_fault(error: BaseException) -> Fault:
             return Fault.UNAVAILABLE
         case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_PERM | sqlite3.SQLITE_AUTH:
             return Fault.DENIED
+    if "duplicate column name" in str(error):
+        return Fault.DUPLICATE
     return Fault.NO_TABLE if "no such table" in str(error) else Fault.OTHER
 
 
@@ -256,6 +263,8 @@ SQLITE = Dialect(
     keyed=" WITHOUT ROWID",
     limits=("PRAGMA busy_timeout = {lock_ms}",),
     own=(),
+    lock_tables="",
+    unlock_tables="",
     holders="",
     in_transaction="",
     within="",
@@ -315,6 +324,8 @@ POSTGRESQL = Dialect(
         "SET default_transaction_isolation = 'read committed'",
         "SET statement_timeout = 0",
     ),
+    lock_tables="SELECT pg_advisory_xact_lock(1954046575, 2)",  # the numbers are arbitrary
+    unlock_tables="",
     # A row's lock shows nowhere. Its transaction has one on the table, too.
     holders=(
         "SELECT concat('process ', pid, ' of user ', usename, ' (', application_name, "
@@ -330,6 +341,7 @@ POSTGRESQL = Dialect(
     fault_of=_postgresql_fault,
 )
 _MARIADB_BEGIN = "BEGIN NOT ATOMIC START TRANSACTION; SAVEPOINT txbroker; END"
+_MARIADB_TABLES = "CONCAT('txbroker.', MD5(DATABASE()))"
 MARIADB = Dialect(
     name="mariadb",
     begin="START TRANSACTION",
@@ -373,6 +385,14 @@ MARIADB = Dialect(
         "SET sql_mode = 'STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION', sql_safe_updates = 0, "
         "sql_select_limit = 18446744073709551615, max_statement_time = 0, tx_read_only = 0",
     ),
+    # A statement that changes a table keeps all others waiting while it waits for an open
+    # transaction: a day, by default.
+    lock_tables=(
+        "BEGIN NOT ATOMIC SET lock_wait_timeout = 10; "
+        f"IF COALESCE(GET_LOCK({_MARIADB_TABLES}, 10), 0) = 0 THEN SIGNAL SQLSTATE 'HY000' SET "
+        "MYSQL_ERRNO = 1205, MESSAGE_TEXT = 'another session changes the tables'; END IF; END"
+    ),
+    unlock_tables=f"DO RELEASE_LOCK({_MARIADB_TABLES})",
     # Needs PROCESS.
     holders=(
         "SELECT CONCAT('connection ', trx_mysql_thread_id, ', in a transaction since ', "

@@ -1,4 +1,6 @@
-"""Sets of tables, their versions, and how they are created; the tables of consumers.
+"""Sets of tables: how they are created, migrated and checked; the tables of consumers.
+
+The version of a set is a number in the database: that of the last migration that was applied.
 
 | table | rows |
 | --- | --- |
@@ -14,9 +16,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 from msgspec import Struct
 
@@ -24,10 +26,8 @@ from txbroker.databases.dialect import MARIADB, SQLITE, Dialect, Fault
 from txbroker.databases.steps import Query, Steps
 from txbroker.errors import BadRequest, ConfigurationError
 
-VERSION = 1
 KEY_MAX = 255
 FORGET_S_MIN = 86400
-_CREATE_ATTEMPTS = 5
 _PIECE = 500
 """Rows that one statement deletes; SQLite takes at most 999 values."""
 SCHEMA, BARRIER, INBOX = "txbroker_schema", "txbroker_barrier", "txbroker_inbox"
@@ -72,26 +72,41 @@ _TABLES = {
 NAMES = tuple(_TABLES)
 
 
+Migration: TypeAlias = Callable[[Dialect], Iterable[str]]
+"""Returns the SQL that takes tables from one version to the next. Each statement can be repeated:
+MariaDB commits it at once, so a migration that was killed begins again."""
+
+
 class TableSet(Struct, frozen=True, kw_only=True):
-    """Tables that are created, checked and changed together.
+    """Tables that are created, migrated and checked together.
 
     Attributes:
         name: short, for the set itself.
-        version: of its tables.
-        versions: a SELECT of the version in the database.
         names: of its tables.
-        statements: returns the SQL that creates them; each statement can be repeated.
+        versioned: the table with the column `version`.
+        migrations: number 1 creates the tables and stores version 1.
         hint: how to create them; "": that of the database.
         check: further checks of existing tables; its argument is the database's name for messages.
     """
 
     name: str
-    version: int
-    versions: str
     names: tuple[str, ...]
-    statements: Callable[[Dialect], Iterable[str]]
+    versioned: str
+    migrations: tuple[Migration, ...]
     hint: str = ""
     check: Callable[[Dialect, str], Steps[None]] | None = None
+
+    @property
+    def version(self) -> int:
+        """The version that this txbroker uses."""
+        return len(self.migrations)
+
+    def statements(self, dialect: Dialect, since: int = 0) -> Iterator[str]:
+        """Yield the SQL that takes the tables from version `since` to this one; 0: creates them."""
+        for number, migration in enumerate(self.migrations[since:], since + 1):
+            yield from migration(dialect)
+            if number > 1:
+                yield f"UPDATE {self.versioned} SET version = {number}"
 
 
 def table_sql(name: str, columns: str, dialect: Dialect, **more: str) -> str:
@@ -116,8 +131,7 @@ def create_table(name: str, dialect: Dialect, table: str = "") -> str:
     return sql + (dialect.keyed if name in _KEYED else "")
 
 
-def statements(dialect: Dialect) -> Iterable[str]:
-    """Yield the SQL that creates the tables of consumers."""
+def _migration_1(dialect: Dialect) -> Iterator[str]:
     for name in _TABLES:
         yield create_table(name, dialect)
     yield (
@@ -125,66 +139,89 @@ def statements(dialect: Dialect) -> Iterable[str]:
         "(group_name, topic, state, partition_id, due_ms)"
     )
     yield (
-        f"INSERT INTO {SCHEMA} (version) SELECT {VERSION} FROM (SELECT 1 AS one) AS once "
+        f"INSERT INTO {SCHEMA} (version) SELECT 1 FROM (SELECT 1 AS one) AS once "
         f"WHERE NOT EXISTS (SELECT 1 FROM {SCHEMA})"
     )
 
 
-CONSUMING = TableSet(
-    name="consuming",
-    version=VERSION,
-    versions=f"SELECT version FROM {SCHEMA}",
-    names=NAMES,
-    statements=statements,
-)
+CONSUMING = TableSet(name="consuming", names=NAMES, versioned=SCHEMA, migrations=(_migration_1,))
 
 
-def create(dialect: Dialect, tables: TableSet = CONSUMING) -> Steps[None]:
-    """Create the tables that do not exist; several processes may at the same time."""
-    if dialect is MARIADB:  # else the look for a row locks its place, against other processes
-        yield Query("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
+def create(dialect: Dialect, database: str, tables: TableSet = CONSUMING) -> Steps[None]:
+    """Create the tables that do not exist. The steps are a transaction.
+
+    Args:
+        database: its name for messages.
+
+    Raises:
+        ConfigurationError: others of the set exist, of another version.
+    """
+    yield from _lock_tables(dialect)
+    versions = yield from stored_versions(dialect, tables)
+    if versions:
+        check_versions(database, tables, versions)
     for sql in tables.statements(dialect):
-        for attempt in range(_CREATE_ATTEMPTS):
-            try:
+        try:
+            yield Query(sql)
+        except Exception as error:
+            # SQLite has no IF NOT EXISTS for columns.
+            if dialect is not SQLITE or dialect.fault(error) is not Fault.DUPLICATE:
+                raise
+    yield from _unlock_tables(dialect)
+
+
+def migrate(
+    dialect: Dialect, database: str, sets: Iterable[TableSet], *, dry_run: bool = False
+) -> Steps[list[str]]:
+    """Take the tables that exist to the version that this txbroker uses; return the SQL. The steps
+    are a transaction.
+
+    Args:
+        database: its name for messages.
+        dry_run: only return the SQL.
+
+    Raises:
+        ConfigurationError: tables are of a newer version.
+    """
+    if not dry_run:
+        yield from _lock_tables(dialect)
+    executed = []
+    for tables in sets:
+        versions = yield from stored_versions(dialect, tables)
+        if max(versions, default=0) > tables.version:
+            check_versions(database, tables, versions)
+        for sql in tables.statements(dialect, min(versions)) if versions else ():
+            executed.append(sql)
+            if not dry_run:
                 yield Query(sql)
-                break
-            except Exception as error:
-                fault = dialect.fault(error)
-                if fault is Fault.DUPLICATE:
-                    break  # another process has created the table, or inserted the version
-                if fault is not Fault.BUSY or attempt + 1 == _CREATE_ATTEMPTS:
-                    raise  # a deadlock with another process can be repeated
+    if not dry_run:
+        yield from _unlock_tables(dialect)
+    return executed
 
 
-def prepare(
-    dialect: Dialect, database: str, *, create_tables: bool, tables: TableSet = CONSUMING
-) -> Steps[str]:
+def _lock_tables(dialect: Dialect) -> Steps[None]:
+    for sql in filter(None, (dialect.newest_read, dialect.lock_tables)):
+        yield Query(sql)
+
+
+def _unlock_tables(dialect: Dialect) -> Steps[None]:
+    if dialect.unlock_tables:
+        yield Query(dialect.unlock_tables)
+
+
+def check(dialect: Dialect, database: str, tables: TableSet = CONSUMING) -> Steps[str]:
     """Check that the tables exist, have this version and take part in transactions; return the
     file of an SQLite database, else "".
 
     Args:
         database: its name for messages.
-        create_tables: create them if they are missing.
 
     Raises:
         ConfigurationError: names the next step.
+        Exception: the driver's, of a missing table.
     """
     file = (yield from file_of(database)) if dialect is SQLITE else ""
-    try:
-        versions = yield from _versions(tables)
-    except Exception as error:
-        if dialect.fault(error) is not Fault.NO_TABLE or not create_tables:
-            raise
-        versions = []
-    if create_tables and not versions:  # or another process is creating them
-        yield from create(dialect, tables)
-        versions = yield from _versions(tables)
-    if versions != [tables.version]:
-        shown = ", ".join(map(str, versions)) or "none"
-        raise ConfigurationError(
-            f"{database} has txbroker tables of version {shown}; this txbroker uses version "
-            f"{tables.version}: upgrade the older of the two"
-        )
+    check_versions(database, tables, (yield from _versions(tables)))
     if dialect is MARIADB:
         yield from _check_engines(database, tables)
     if tables.check is not None:
@@ -192,9 +229,39 @@ def prepare(
     return file
 
 
+def stored_versions(dialect: Dialect, tables: TableSet) -> Steps[list[int]]:
+    """Return the versions in the database; none: the tables are to be created."""
+    found = yield Query(dialect.columns, (tables.versioned,))
+    return (yield from _versions(tables)) if found.rows else []
+
+
 def _versions(tables: TableSet) -> Steps[list[int]]:
-    result = yield Query(tables.versions)
+    result = yield Query(f"SELECT DISTINCT version FROM {tables.versioned}")
     return [int(row[0]) for row in result.rows]
+
+
+def check_versions(database: str, tables: TableSet, versions: Sequence[int]) -> None:
+    """Check that tables are of the version that this txbroker uses.
+
+    Args:
+        database: its name for messages.
+        versions: those in the database.
+
+    Raises:
+        ConfigurationError: names the tables and the next step.
+    """
+    if list(versions) == [tables.version]:
+        return
+    shown = ", ".join(map(str, versions)) or "none"
+    step = "run `txbroker databases migrate URL`"
+    if not versions:
+        step = f"restore the rows of {tables.versioned}"
+    elif max(versions) > tables.version:
+        step = "use the newer txbroker that migrated them"
+    raise ConfigurationError(
+        f"{database} has the tables {', '.join(tables.names)} of version {shown}; this txbroker "
+        f"uses version {tables.version}: {step}"
+    )
 
 
 def file_of(database: str) -> Steps[str]:

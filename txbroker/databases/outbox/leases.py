@@ -126,12 +126,12 @@ class Leases:
         """Divide the rows into another number of shards. Return False if this relay does not own
         all of them."""
         found = yield Query(
-            f"SELECT owner, relay, identity, cluster FROM {RELAY} "
+            f"SELECT owner, relay, identity, cluster, version FROM {RELAY} "
             f"ORDER BY shard{self._dialect.lock}"
         )
         if any(row[0] != self.owner for row in found.rows):
             return False
-        _owner, relay, identity, cluster = found.rows[0]
+        _owner, relay, identity, cluster, version = found.rows[0]
         if any(row[3] != cluster for row in found.rows):
             cluster = ""
         yield Query(f"DELETE FROM {RELAY} WHERE shard > 0")
@@ -141,9 +141,9 @@ class Leases:
         )
         for shard in range(1, shards):
             yield Query(
-                f"INSERT INTO {RELAY} (shard, relay, identity, shards, cluster) "
-                f"VALUES ({shard}, ?, ?, {shards}, ?)",
-                (relay, identity, cluster),
+                f"INSERT INTO {RELAY} (shard, version, relay, identity, shards, cluster) "
+                f"VALUES ({shard}, ?, ?, ?, {shards}, ?)",
+                (version, relay, identity, cluster),
             )
         return True
 

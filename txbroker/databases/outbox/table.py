@@ -22,7 +22,6 @@ from txbroker.databases.steps import Query, Steps
 from txbroker.databases.tables import TableSet, table_sql
 from txbroker.errors import ConfigurationError
 
-VERSION = 1
 OUTBOX, RELAY = "txbroker_outbox", "txbroker_relay"
 SEQUENCE = "txbroker_outbox_position"
 """The sequence of positions, where the column has none."""
@@ -86,7 +85,7 @@ _SOUND = (
 )
 RELAY_COLUMNS: Mapping[str, str] = {
     "shard": "{whole} NOT NULL PRIMARY KEY",
-    "version": f"{{whole}} NOT NULL DEFAULT {VERSION}",
+    "version": "{whole} NOT NULL DEFAULT 1",
     # The name of the relays of this outbox, and a random text of these tables.
     "relay": "{key} NOT NULL",
     "identity": "{key} NOT NULL",
@@ -136,10 +135,9 @@ def outbox_tables(name: str = "") -> TableSet:
         )
     return TableSet(
         name="outbox",
-        version=VERSION,
-        versions=f"SELECT DISTINCT version FROM {RELAY}",
         names=(OUTBOX, RELAY),
-        statements=partial(_statements, name),
+        versioned=RELAY,
+        migrations=(partial(_migration_1, name),),
         hint="create the tables with `txbroker outbox create URL`, or pass create_tables=True",
         check=partial(_check, name),
     )
@@ -148,8 +146,7 @@ def outbox_tables(name: str = "") -> TableSet:
 # --- creation --------------------------------------------------------------------------------
 
 
-def _statements(name: str, dialect: Dialect) -> Iterator[str]:
-    """Yield the SQL that creates the tables."""
+def _migration_1(name: str, dialect: Dialect) -> Iterator[str]:
     if dialect.sequence:
         yield dialect.sequence.format(sequence=SEQUENCE)
     for table in (RELAY, OUTBOX):
@@ -190,11 +187,11 @@ def _notification() -> Iterator[str]:
 
     The condition costs a microsecond; a query in the function would cost tens of them."""
     yield (
-        f"CREATE FUNCTION {OUTBOX}_wake() RETURNS trigger LANGUAGE plpgsql "
+        f"CREATE OR REPLACE FUNCTION {OUTBOX}_wake() RETURNS trigger LANGUAGE plpgsql "
         f"AS $$BEGIN PERFORM pg_catalog.pg_notify('{CHANNEL}', ''); RETURN NULL; END$$"
     )
     yield (
-        f"CREATE TRIGGER {OUTBOX}_wake AFTER INSERT OR UPDATE OF state ON {OUTBOX} "
+        f"CREATE OR REPLACE TRIGGER {OUTBOX}_wake AFTER INSERT OR UPDATE OF state ON {OUTBOX} "
         f"FOR EACH STATEMENT WHEN (NOT pg_try_advisory_xact_lock_shared({ASLEEP})) "
         f"EXECUTE FUNCTION {OUTBOX}_wake()"
     )

@@ -16,7 +16,7 @@ from txbroker.databases.dialect import SQLITE
 from txbroker.databases.outbox.table import OUTBOX, RELAY, outbox_tables
 from txbroker.databases.sqlite import SQLite
 from txbroker.databases.steps import Query, Steps
-from txbroker.databases.tables import prepare
+from txbroker.databases.tables import check
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.changes import Operation
 from txbroker.relay.capture.envelope import TableWriter
@@ -137,7 +137,7 @@ def _look(mapping: TableMappings, name: str) -> Steps[Found]:
     missing, problem = tables.rows[0][0] == 0, ""
     if not missing:
         try:
-            yield from prepare(SQLITE, name, create_tables=False, tables=outbox_tables())
+            yield from check(SQLITE, name, outbox_tables())
         except ConfigurationError as error:
             problem = str(error)
     return Found(columns, unique, {row[0]: row[1] for row in triggers.rows}, problem, missing)

@@ -1,17 +1,31 @@
-"""The tables of version 1, as `txbroker databases create` makes them."""
+"""The tables of consumers, as `txbroker databases create` makes them; those of an outbox are only
+migrated.
+
+A later migration of Django calls `upgrade` again: the version in the database counts.
+"""
 
 from typing import Any, ClassVar
 
 from django.db import migrations
 
+from txbroker.databases.database import TABLE_SETS
 from txbroker.databases.dialect import dialect_named
-from txbroker.databases.tables import NAMES, statements
+from txbroker.databases.sessions import execute
+from txbroker.databases.steps import Steps, run
+from txbroker.databases.tables import CONSUMING, NAMES, create, migrate, stored_versions
 
 
-def create(_apps: Any, schema_editor: Any) -> None:
-    """Create the tables that do not exist."""
-    for sql in statements(dialect_named(schema_editor.connection.vendor)):
-        schema_editor.execute(sql, params=None)
+def upgrade(_apps: Any, schema_editor: Any) -> None:
+    """Create the tables that do not exist, and migrate those that do."""
+    connection = schema_editor.connection
+    dialect, name = dialect_named(connection.vendor), f"Django's database {connection.alias!r}"
+
+    def steps() -> Steps[None]:
+        if not (yield from stored_versions(dialect, CONSUMING)):
+            yield from create(dialect, name)
+        yield from migrate(dialect, name, TABLE_SETS)
+
+    run(steps(), lambda query: execute(connection, query, "format"))
 
 
 def drop(_apps: Any, schema_editor: Any) -> None:
@@ -24,5 +38,4 @@ class Migration(migrations.Migration):  # type: ignore[misc]
     """Create the tables."""
 
     initial = True
-    atomic = False  # MariaDB commits each statement
-    operations: ClassVar = [migrations.RunPython(create, drop)]
+    operations: ClassVar = [migrations.RunPython(upgrade, drop, atomic=False)]
