@@ -31,8 +31,9 @@ from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.tools.audit_access import AuditAccess, TopicBounds, some_records
 from txbroker.kafka.tools.audit_results import KafkaAuditWriter
+from txbroker.spark.judge.kinds import BUSINESS_KINDS, KINDS, PERSISTENT, TOPIC_KINDS
 from txbroker.spark.judge.rows import can_be_topic
-from txbroker.spark.schema import BUSINESS_KINDS, KINDS, TOPIC_KINDS, RunSummary, TopicNames
+from txbroker.spark.schema import RunSummary, TopicNames
 
 _Result = TypeVar("_Result")
 
@@ -253,14 +254,6 @@ def _text(path: Path) -> str:
 
 # --- news for the proxies ------------------------------------------------------------------------
 
-_FOUND_AGAIN = frozenset(
-    {
-        *("late", "lost", "not_kept", "refused_visible", "overdue"),
-        *("target_missing", "target_unreadable"),
-    }
-)
-"""Findings that later runs repeat while they persist."""
-
 
 def news_of(summary: RunSummary, unpublished: Sequence[RunSummary] = ()) -> AuditNews:
     """Return the news for the proxies: no examples and no histograms, so its size is bounded.
@@ -275,7 +268,7 @@ def news_of(summary: RunSummary, unpublished: Sequence[RunSummary] = ()) -> Audi
         kinds |= dict.fromkeys((kind.name for kind in BUSINESS_KINDS), 0)
     drift = {**kinds, **summary.open_drift}
     for run in unpublished:
-        for kind in run.open_drift.keys() - _FOUND_AGAIN:
+        for kind in run.open_drift.keys() - PERSISTENT:
             drift[kind] = max(drift.get(kind, 0), run.open_drift[kind])
     most = sorted(summary.taken.items(), key=lambda item: (-item[1], item[0]))
     return AuditNews(

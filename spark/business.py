@@ -20,7 +20,8 @@ from msgspec import Struct
 from txbroker.core.routing import make_id
 from txbroker.errors import ConfigurationError
 from txbroker.spark.jdbc import FETCH_ROWS, driver_class, ranges
-from txbroker.spark.schema import BUSINESS_KINDS, Terms
+from txbroker.spark.judge.kinds import BUSINESS_KINDS, NOT_VISIBLE
+from txbroker.spark.schema import Terms
 
 if TYPE_CHECKING:
     from pyspark import StorageLevel
@@ -114,7 +115,7 @@ def compare(
         F.lit(True).alias("known"),
         "state",
         "grp",
-        F.arrays_overlap("findings", F.array(F.lit("late"), F.lit("lost"))).alias("overdue"),
+        F.arrays_overlap("findings", F.array(*map(F.lit, NOT_VISIBLE))).alias("overdue"),
         (F.size("places") > 0).alias("visible"),
         F.get("places", F.lit(0)).alias("place"),
         F.coalesce("decided_at_ms", "prepared_at_ms").alias("decided_ms"),

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, get_args
 
 from txbroker.contract.drift import Severity
 from txbroker.errors import ConfigurationError
-from txbroker.spark.schema import ALL_KINDS, Check, CheckResult, RunSummary, Thresholds
+from txbroker.spark.judge.kinds import ALL_KINDS
+from txbroker.spark.schema import Check, CheckResult, RunSummary, Thresholds
 
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 """The gravest first."""

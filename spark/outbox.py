@@ -26,8 +26,9 @@ from txbroker.spark.facts.bounds import OVERFLOW, find_far, read_target
 from txbroker.spark.facts.messages import JSON_OPTIONS, body_hash, headers_hash
 from txbroker.spark.facts.topics import TopicReader, in_words
 from txbroker.spark.jdbc import JdbcTable, ranges
+from txbroker.spark.judge.kinds import Kind
 from txbroker.spark.judge.rows import kept_from_ms
-from txbroker.spark.schema import Kind, TopicRead
+from txbroker.spark.schema import TopicRead
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession

@@ -1,4 +1,4 @@
-"""The tables of the audit, the kinds of findings, and the summary of a run.
+"""The tables of the audit, and the summary of a run.
 
 Tables are given as Spark DDL, so that this module needs no Spark. No table holds a body: messages
 are compared by 64-bit hashes. Times are milliseconds since 1970 by the brokers' clocks.
@@ -116,104 +116,6 @@ of its visible messages. `why`: the findings in a sentence, and a contrary decis
 nothing, which is no finding; null without either. `carry`: whether later records, or time, can
 change this row without a fault: the next run judges it again.
 """
-
-
-class Kind(NamedTuple):
-    """A kind of finding, as reports, tables and metrics show it.
-
-    `severity`: `critical` where consumers may act on wrong or missing messages, `error` where a
-    rule was broken without that, `warning` where it may pass.
-    """
-
-    name: str
-    title: str
-    meaning: str
-    severity: Severity = "critical"
-
-
-KINDS = (
-    # The gravest first: a row's verdict is its first finding in this order.
-    Kind(
-        "rolled_back_visible",
-        "Rolled back but visible",
-        "consumers see a message that was rolled back",
-    ),
-    Kind(
-        "visible_without_commit", "Visible without a commit", "consumers see an undecided message"
-    ),
-    Kind("visible_without_half", "Visible without a half message", "committed, never prepared"),
-    Kind("visible_twice", "Visible twice", "a message was promoted more than once"),
-    Kind("lost", "Committed, not visible: lost", "a committed message has not become visible"),
-    Kind("refused_visible", "Refused but visible", "consumers see a part of a refused transaction"),
-    Kind("half_incomplete", "Half incomplete", "only some of its messages are stored"),
-    Kind("not_kept", "Not kept whole", "parked or refused, and the copy is not whole"),
-    Kind("body_changed", "Body changed", "key or value differ from the prepared ones"),
-    Kind("headers_changed", "Headers changed", "headers differ from the prepared ones"),
-    Kind(
-        "timestamp_changed",
-        "Timestamp changed",
-        "the timestamp differs from the prepared one",
-        "error",
-    ),
-    Kind("wrong_target", "Wrong target", "visible in another topic or partition than prepared"),
-    Kind(
-        "out_of_order",
-        "Out of order",
-        "visible in another order than its key was decided in",
-        "error",
-    ),
-    Kind(
-        "too_many_attempts",
-        "Too many attempts",
-        "checked more often than its policy allows",
-        "error",
-    ),
-    Kind("check_too_early", "Check too early", "checked before its time, unasked", "warning"),
-    Kind(
-        "contrary_markers",
-        "Contrary markers",
-        "visible messages follow another than the first",
-        "error",
-    ),
-    Kind(
-        "marker_without_half",
-        "Marker without half",
-        "a marker's half message does not exist",
-        "error",
-    ),
-    Kind(
-        "late",
-        "Committed, not visible: late",
-        "not visible although its decision is old",
-        "warning",
-    ),
-    Kind(
-        "target_unreadable",
-        "Target not readable",
-        "committed, but its target was not readable",
-        "warning",
-    ),
-    Kind("overdue", "Overdue, never checked", "undecided, and never checked", "warning"),
-)
-"""Every kind of drift of one transaction, the gravest first."""
-KIND_NAMES = tuple(kind.name for kind in KINDS)
-TOPIC_KINDS = (
-    # Not found by judging one transaction. `unreadable` counts records.
-    Kind(
-        "unreadable",
-        "Own record unreadable",
-        "unreadable records of txbroker in its own topics",
-        "error",
-    ),
-    Kind("target_missing", "Target missing", "committed to a topic that does not exist", "error"),
-)
-"""Kinds of drift that concern topics."""
-BUSINESS_KINDS = (
-    Kind("message_without_row", "Message without row", "visible, but the business has no row"),
-    Kind("row_without_message", "Row without message", "a business row without a visible message"),
-)
-ALL_KINDS = (*KINDS, *TOPIC_KINDS, *BUSINESS_KINDS)
-"""Every kind of drift."""
 
 
 class TopicNames(Struct, frozen=True):

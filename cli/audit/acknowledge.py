@@ -15,7 +15,8 @@ from txbroker.cli.output import TableColumn, clock, printable, show_rows
 from txbroker.cli.run import CommandFailed
 from txbroker.core.routing import parse_id
 from txbroker.spark.journal import Journal
-from txbroker.spark.schema import ALL_KINDS, Acknowledgement
+from txbroker.spark.judge.kinds import ALL_KINDS
+from txbroker.spark.schema import Acknowledgement
 
 WHY_MAX = 500
 _KINDS = tuple(kind.name for kind in ALL_KINDS)

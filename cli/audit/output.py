@@ -8,7 +8,8 @@ import msgspec
 
 from txbroker.cli.output import Row, TableColumn, clock, duration, printable, show_data, show_rows
 from txbroker.spark.checks import failed_of, limit_in_words, value_in_words
-from txbroker.spark.schema import ALL_KINDS, Acknowledgement, CheckResult, Example, RunSummary
+from txbroker.spark.judge.kinds import ALL_KINDS
+from txbroker.spark.schema import Acknowledgement, CheckResult, Example, RunSummary
 
 STATES = {
     "settled": "visible as committed, or rolled back and not visible",

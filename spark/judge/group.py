@@ -19,7 +19,7 @@ from pyspark.sql.window import Window
 
 from txbroker.spark import schema
 from txbroker.spark.facts.messages import id_partition
-from txbroker.spark.judge import fold, judge, rows
+from txbroker.spark.judge import fold, judge, kinds, rows
 from txbroker.spark.judge.horizon import of_partition
 from txbroker.spark.judge.judge import judge_rows
 from txbroker.spark.judge.rows import Horizon, JudgeTerms
@@ -291,7 +291,7 @@ def _judging(
     kind: StructType, terms: JudgeTerms, horizon: Horizon
 ) -> Callable[[Iterable[Any]], Iterable[Any]]:
     """Return the function that judges record batches of grouped rows on an executor."""
-    for module in (judge, fold, rows):
+    for module in (judge, fold, kinds, rows):
         cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
     types = to_arrow_schema(kind)
 
@@ -346,7 +346,7 @@ def _with_late(rows: DataFrame, late: DataFrame) -> DataFrame:
     is_late = F.col("late_id").isNotNull()
     findings = F.array_union("findings", F.array(F.lit("out_of_order")))
     by_gravity = F.filter(
-        F.array(*map(F.lit, schema.KIND_NAMES)), lambda kind: F.array_contains(findings, kind)
+        F.array(*map(F.lit, kinds.KIND_NAMES)), lambda kind: F.array_contains(findings, kind)
     )
     changed = {
         "findings": F.when(is_late, by_gravity).otherwise(F.col("findings")),

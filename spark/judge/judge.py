@@ -1,14 +1,15 @@
 """Judge how one transaction ended, from the records of all topics: a pure function.
 
 The ledger's rules are written a second time here, on the audit's narrow rows and without a line of
-`txbroker.core`, so that a fault in the one shows in the other. Only the standard library, `fold`
-and `rows` are imported: Spark ships these modules to its executors by value.
+`txbroker.core`, so that a fault in the one shows in the other. Only the standard library, `fold`,
+`kinds` and `rows` are imported: Spark ships these modules to its executors by value.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from txbroker.spark.judge.fold import EARLY_MS, CopiedMessages, TransactionFold
+from txbroker.spark.judge.kinds import KIND_NAMES
 from txbroker.spark.judge.rows import (
     ALWAYS,
     NOTHING_TAKEN,
@@ -26,30 +27,6 @@ from txbroker.spark.judge.rows import (
     facts_of,
     read_id,
 )
-
-GRAVITY = (
-    "rolled_back_visible",
-    "visible_without_commit",
-    "visible_without_half",
-    "visible_twice",
-    "lost",
-    "refused_visible",
-    "half_incomplete",
-    "not_kept",
-    "body_changed",
-    "headers_changed",
-    "timestamp_changed",
-    "wrong_target",
-    "out_of_order",
-    "too_many_attempts",
-    "check_too_early",
-    "contrary_markers",
-    "marker_without_half",
-    "late",
-    "target_unreadable",
-    "overdue",
-)
-"""All kinds of findings, the gravest first."""
 
 _SETTLED = frozenset({"promoted", "rolled_back"})
 _CHANGES = frozenset({"body_changed", "headers_changed", "timestamp_changed"})
@@ -524,7 +501,7 @@ def _judged(
     carry: bool,
 ) -> JudgedTransaction:
     half, decided = fold.half, fold.decided
-    findings = tuple(kind for kind in GRAVITY if kind in fold.findings)
+    findings = tuple(kind for kind in KIND_NAMES if kind in fold.findings)
     settled = "settled" if state in _SETTLED else state
     named = half if half is not None else facts.half
     known = fold.grp or next((row.grp for row in facts.op if row.grp), None)

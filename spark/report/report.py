@@ -15,6 +15,7 @@ from markupsafe import Markup
 from txbroker import __version__
 from txbroker.errors import ConfigurationError
 from txbroker.spark.checks import SEVERITIES, limit_in_words, value_in_words
+from txbroker.spark.judge.kinds import ALL_KINDS, Kind
 from txbroker.spark.report.contents import (
     FINDINGS_A_KIND,
     HEALED_DAYS,
@@ -32,15 +33,7 @@ from txbroker.spark.report.plots import (
     bar_height,
     common_decades,
 )
-from txbroker.spark.schema import (
-    ALL_KINDS,
-    BrokenRecord,
-    Histogram,
-    Kind,
-    RunSummary,
-    SnapshotBounds,
-    TopicRead,
-)
+from txbroker.spark.schema import BrokenRecord, Histogram, RunSummary, SnapshotBounds, TopicRead
 
 RUNS_SHOWN = 30
 PARTITIONS_SHOWN = 200

@@ -11,8 +11,8 @@ from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F
 
 from txbroker.spark.business import FINDINGS
+from txbroker.spark.judge.kinds import KIND_NAMES
 from txbroker.spark.schema import (
-    KIND_NAMES,
     TEXT_MAX,
     BrokenRecord,
     Example,

@@ -23,7 +23,7 @@ from txbroker.spark.facts.messages import (
     visible_facts,
     with_at_ms,
 )
-from txbroker.spark.judge import fold, judge, rows
+from txbroker.spark.judge import fold, judge, kinds, rows
 from txbroker.spark.schema import TopicNames
 from txbroker.spark.stream import state
 from txbroker.spark.stream.state import (
@@ -226,7 +226,7 @@ def ship_by_value() -> None:
     from pyspark import cloudpickle as sparks
 
     register: Any = sparks.register_pickle_by_value
-    for module in (judge, fold, rows, state, sys.modules[__name__]):
+    for module in (judge, fold, kinds, rows, state, sys.modules[__name__]):
         register(module)
 
 

@@ -31,7 +31,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from txbroker.spark.judge.fold import CLOCKS_APART_MS
-from txbroker.spark.judge.judge import GRAVITY, judge
+from txbroker.spark.judge.judge import judge
+from txbroker.spark.judge.kinds import BY_AGE, COMPARED, KIND_NAMES
 from txbroker.spark.judge.rows import (
     ALWAYS,
     NOTHING_TAKEN,
@@ -49,9 +50,6 @@ from txbroker.spark.judge.rows import (
     read_id,
 )
 
-NOT_STREAMED = frozenset({"out_of_order"})
-"""Findings about several transactions, which only a batch audit compares."""
-_BY_AGE = frozenset({"late", "lost", "overdue"})
 _OVER = frozenset({"promoted", "rolled_back", "void", "gone"})
 _AGENDA = "agenda"
 """The text with the newest tick, the moment, and when each slot is due."""
@@ -440,7 +438,7 @@ class Bucket:
         if changed:
             entry.row_ms, entry.tick_ms = moment_ms, self._tick_ms
         suspected = [] if self._in_doubt(entry, judged) else judged.findings
-        suspected = [kind for kind in suspected if kind not in NOT_STREAMED]
+        suspected = [kind for kind in suspected if kind not in COMPARED]
         waits: list[int] = []
         certain = []
         for kind in suspected:
@@ -474,7 +472,7 @@ class Bucket:
 
     def _certain_ms(self, entry: _TransactionEntry, judged: JudgedTransaction, kind: str) -> int:
         """Return the moment from which on a finding is certain."""
-        if kind in _BY_AGE or _is_open(entry, kind):
+        if kind in BY_AGE or _is_open(entry, kind):
             return 0
         if kind == "marker_without_half":
             wait_ms = (judged.id_ms or 0) + self._terms.dedup_window_ms + CLOCKS_APART_MS
@@ -491,7 +489,7 @@ class Bucket:
                 counts["state", entry.state] -= 1
             counts["state", judged.state] += 1
             entry.state = judged.state
-        for kind in sorted({*entry.found, *certain}, key=GRAVITY.index):
+        for kind in sorted({*entry.found, *certain}, key=KIND_NAMES.index):
             was_open = _is_open(entry, kind)
             if kind in certain:
                 known = entry.found.get(kind)

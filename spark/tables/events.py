@@ -11,7 +11,8 @@ from pyspark.sql import functions as F
 from txbroker.contract.drift import DriftEvent, DriftState
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.tools.audit_results import KafkaDrift
-from txbroker.spark.schema import ALL_KINDS, TEXT_MAX, RunSummary
+from txbroker.spark.judge.kinds import ALL_KINDS
+from txbroker.spark.schema import TEXT_MAX, RunSummary
 
 _SEVERITIES = {kind.name: kind.severity for kind in ALL_KINDS}
 

@@ -16,12 +16,8 @@ from pyspark.sql import functions as F
 
 from txbroker.spark.facts.messages import id_partition, id_time_ms
 from txbroker.spark.judge.horizon import of_partition
-from txbroker.spark.schema import (
-    ALL_KINDS,
-    BUSINESS_KINDS,
-    KIND_NAMES,
-    TopicNames,
-)
+from txbroker.spark.judge.kinds import ALL_KINDS, BUSINESS_KINDS, IN_TARGET, KIND_NAMES, NOT_VISIBLE
+from txbroker.spark.schema import TopicNames
 from txbroker.spark.tables.judged import (
     FOUND_COLUMNS,
     Change,
@@ -33,14 +29,6 @@ from txbroker.spark.tables.judged import (
 from txbroker.spark.tables.layout import DRIFT, Table
 
 _BUSINESS = tuple(kind.name for kind in BUSINESS_KINDS)
-_WAITING = ("late", "lost")
-"""Found of a commit while it is not visible: only that it became so, or was refused, heals them."""
-_SEEN = (
-    *("rolled_back_visible", "visible_without_commit", "visible_without_half", "visible_twice"),
-    *("refused_visible", "body_changed", "headers_changed", "timestamp_changed", "wrong_target"),
-    *("out_of_order", "contrary_markers"),
-)
-"""Found of records in targets."""
 
 
 def drift(judged: JudgedRun, read: Callable[[Table], DataFrame]) -> Change | None:
@@ -172,9 +160,9 @@ def _lived(judged: JudgedRun, lives: DataFrame) -> DataFrame:
 def _end(judged: JudgedRun) -> Column:
     """Return how an open finding that was not found again ended; null where it is still open."""
     kind, verdict = F.col("kind"), F.col("verdict")
-    seen = kind.isin(*_SEEN)
-    found = F.arrays_overlap("findings", F.array(*map(F.lit, _WAITING)))
-    still_waits = kind.isin(*_WAITING) & (F.col("state") == "committed") & ~found
+    seen = kind.isin(*IN_TARGET)
+    found = F.arrays_overlap("findings", F.array(*map(F.lit, NOT_VISIBLE)))
+    still_waits = kind.isin(*NOT_VISIBLE) & (F.col("state") == "committed") & ~found
     targets = _Targets(judged)
     again = (
         F.when(verdict == "gone", "expired")
@@ -202,7 +190,7 @@ def _end(judged: JudgedRun) -> Column:
     alone = F.lit(judged.is_part) & (kind == "out_of_order") & (verdict != "gone")
     return (
         F.when((kind == "unreadable") | alone, unread)
-        .when((seen | kind.isin(*_WAITING, "target_missing")) & targets.unread(), None)
+        .when((seen | kind.isin(*NOT_VISIBLE, "target_missing")) & targets.unread(), None)
         .when(
             kind == "target_missing",
             F.when(F.col("removed") | (looked & lost_sight), "expired")

@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec import structs
 
+from txbroker.spark.judge.kinds import ALL_KINDS
 from txbroker.spark.report.contents import (
     GroupLatency,
     KindCount,
@@ -16,7 +17,6 @@ from txbroker.spark.report.contents import (
 from txbroker.spark.report.plots import LatencyPoint, TimeAxis
 from txbroker.spark.report.report import render
 from txbroker.spark.schema import (
-    ALL_KINDS,
     BrokenRecord,
     CheckResult,
     Example,

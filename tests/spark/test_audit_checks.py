@@ -20,7 +20,8 @@ from txbroker.spark.checks import (
     fails,
     read_thresholds,
 )
-from txbroker.spark.schema import ALL_KINDS, Check, CheckResult, Thresholds
+from txbroker.spark.judge.kinds import ALL_KINDS
+from txbroker.spark.schema import Check, CheckResult, Thresholds
 from txbroker.spark.tables.layout import LATENCY
 
 if TYPE_CHECKING:

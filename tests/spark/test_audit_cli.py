@@ -30,6 +30,7 @@ from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.spark import schema
 from txbroker.spark.access import AuditError, TopicEnds
 from txbroker.spark.journal import JOURNAL_FILE, Journal
+from txbroker.spark.judge.kinds import ALL_KINDS
 from txbroker.spark.lock import alone
 from txbroker.spark.schema import (
     Acknowledgement,
@@ -684,7 +685,7 @@ def test_every_column_is_described(title: str, ddl: str) -> None:
 
 def test_every_finding_is_described_the_gravest_first() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ", section("Findings"), re.M)
-    assert rows == [(kind.name, kind.title) for kind in schema.ALL_KINDS]
+    assert rows == [(kind.name, kind.title) for kind in ALL_KINDS]
 
 
 def test_each_verdict_without_findings_has_a_meaning_in_the_cli() -> None:

@@ -24,7 +24,8 @@ from txbroker.contract.audit import UnreadRecord, decode_news, encode_news
 from txbroker.errors import ConfigurationError
 from txbroker.spark.access import key_of, news_of, publish
 from txbroker.spark.journal import JOURNAL_VERSION, Journal
-from txbroker.spark.schema import KIND_NAMES, Acknowledgement, BrokenRecord, CheckResult, RunSummary
+from txbroker.spark.judge.kinds import KIND_NAMES
+from txbroker.spark.schema import Acknowledgement, BrokenRecord, CheckResult, RunSummary
 from txbroker.spark.stream.stored import FindingSink, StreamManifest, StreamProgress
 from txbroker.spark.stream.stream import AuditStream
 

@@ -31,7 +31,7 @@ from tests.spark.audit_facts import (
 )
 from txbroker.core.routing import parse_id
 from txbroker.spark.judge import judge as judge_module
-from txbroker.spark.judge.judge import GRAVITY, judge
+from txbroker.spark.judge.judge import judge
 from txbroker.spark.judge.rows import (
     ALWAYS,
     Content,
@@ -44,7 +44,6 @@ from txbroker.spark.judge.rows import (
     VisibleFact,
     read_id,
 )
-from txbroker.spark.schema import KIND_NAMES
 
 DECIDED_MS = COMMIT.at_ms
 ROLLBACK = op_row("rollback")
@@ -92,10 +91,6 @@ def test_ids_read_as_the_ledger_reads_them() -> None:
         parts = parse_id(id)
         assert read_id(id) == (parts.partition, parts.time_ms)
     assert [read_id(id) for id in ("", "0" * 25, "Z" * 26, "I" + "0" * 25)] == [None] * 4
-
-
-def test_kinds_are_those_of_the_schema_in_its_order() -> None:
-    assert GRAVITY == KIND_NAMES
 
 
 def test_it_runs_where_nothing_of_ours_is_installed() -> None:

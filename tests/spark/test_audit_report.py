@@ -25,6 +25,7 @@ from tests.spark.audit_summaries import (
     tables,
 )
 from txbroker.errors import ConfigurationError
+from txbroker.spark.judge.kinds import ALL_KINDS
 from txbroker.spark.report.contents import FINDINGS_A_KIND, KindCount, Percentiles, ReportTables
 from txbroker.spark.report.formatting import duration, moment
 from txbroker.spark.report.plots import (
@@ -35,7 +36,6 @@ from txbroker.spark.report.plots import (
 )
 from txbroker.spark.report.report import RUNS_SHOWN, TEMPLATES, render, write_report
 from txbroker.spark.schema import (
-    ALL_KINDS,
     BrokenRecord,
     CheckResult,
     Example,

@@ -20,7 +20,7 @@ from txbroker.core.records import Half, Message
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import KafkaUnavailable, TxbrokerError
 from txbroker.kafka.tools.audit_results import KafkaDrift
-from txbroker.spark.stream.state import NOT_STREAMED
+from txbroker.spark.judge.kinds import COMPARED
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -183,7 +183,7 @@ async def test_a_batch_over_the_same_topics_comes_to_the_same(
     )
     found = {each for each in await world.kinds() if each[1] != "unreadable"}
     batch = await asyncio.to_thread(world.batch, stream.judged_ms, tmp_path / "batch")
-    comparable = {each for each in batch.findings if each[1] not in NOT_STREAMED}
+    comparable = {each for each in batch.findings if each[1] not in COMPARED}
     assert named(found ^ comparable, planting) == []
     assert stream.summary().states == batch.summary.states
     assert stream.summary().drift["unreadable"] == batch.summary.drift["unreadable"]

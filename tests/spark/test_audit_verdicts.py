@@ -24,8 +24,9 @@ from txbroker.contract.audit import BATCH_KEY, BATCH_TICK_KEY, decode_news
 from txbroker.contract.drift import DriftEvent
 from txbroker.embedded import EmbeddedKafka
 from txbroker.spark.journal import JOURNAL_FILE, Journal
+from txbroker.spark.judge.kinds import ALL_KINDS, KIND_NAMES
 from txbroker.spark.run import AuditSettings
-from txbroker.spark.schema import ALL_KINDS, KIND_NAMES, Terms
+from txbroker.spark.schema import Terms
 from txbroker.spark.tables.layout import DRIFT
 
 if TYPE_CHECKING:
