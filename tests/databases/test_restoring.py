@@ -188,7 +188,9 @@ def test_transaction_that_the_handler_replaced_is_noticed(
     library: Library,
     place: Place,
 ) -> None:
-    within = Query(f"SELECT count(*) FROM (SELECT 1) AS one WHERE 1 = 1{place.dialect.within}")
+    within = Query(
+        f"SELECT count(*) FROM (SELECT 1) AS one WHERE 1 = 1{place.dialect.transaction_guard}"
+    )
     with closing(library.database(place).open()) as session:
         session.lend()
         session.begin()

@@ -87,11 +87,11 @@ class Barrier:
             DatabaseUnavailable: the tables cannot be checked.
             Exception: the driver's: roll back and repeat the local transaction.
         """
-        run_on(self.database, connection, self._record(_checked(transaction_id)))
+        run_on(self.database, connection, self._record(_id_of(transaction_id)))
 
     async def record_async(self, connection: Any, transaction_id: str) -> None:
         """`record` on a connection whose statements are awaited."""
-        await run_on_async(self.database, connection, self._record(_checked(transaction_id)))
+        await run_on_async(self.database, connection, self._record(_id_of(transaction_id)))
 
     def check(self, transaction: str | CheckRequest) -> Decision | NotYet:
         """Return the decision about a transaction, never unknown; usable as a check function.
@@ -103,14 +103,14 @@ class Barrier:
             DatabaseUnavailable: the check is repeated, and uses no attempt.
             ConfigurationError
         """
-        transaction_id = _checked(transaction)
+        transaction_id = _id_of(transaction)
         with self.database.explained():
             self.database.ready()
             return self.database.apart(self._check(transaction_id), self._lock_wait_s)
 
     async def check_async(self, transaction: str | CheckRequest) -> Decision | NotYet:
         """`check` for asyncio."""
-        transaction_id = _checked(transaction)
+        transaction_id = _id_of(transaction)
         with self.database.explained():
             await self.database.ready_async()
             return await self.database.apart_async(self._check(transaction_id), self._lock_wait_s)
@@ -191,7 +191,7 @@ class Barrier:
         return tables.forget(self._dialect, self._table, older_than_s)
 
 
-def _checked(transaction: str | CheckRequest) -> str:
+def _id_of(transaction: str | CheckRequest) -> str:
     """Return the id of a transaction.
 
     Raises:

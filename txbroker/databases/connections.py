@@ -157,11 +157,11 @@ def _plain(connection: Any, database: Database) -> tuple[Any, Execute]:
 def _awaits(connection: Any) -> bool:
     """Return whether a connection's statements are awaited."""
     kind: Any = type(connection)  # mypy takes no class for hashable
-    return _awaited(kind)
+    return _class_awaits(kind)
 
 
 @lru_cache(maxsize=64)
-def _awaited(kind: Any) -> bool:
+def _class_awaits(kind: Any) -> bool:
     """Return `_awaits` of a connection's class."""
     return iscoroutinefunction(getattr(kind, "execute", None))
 

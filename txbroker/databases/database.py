@@ -89,7 +89,7 @@ class Database:
         """
         session = DriverSession(self._connect(), self.dialect, self.style)
         try:
-            for sql in self.dialect.limited(lock_wait_s, idle_s):
+            for sql in self.dialect.session_limits(lock_wait_s, idle_s):
                 session.execute(Query(sql))
         except BaseException:
             session.close()

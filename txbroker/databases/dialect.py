@@ -12,7 +12,7 @@ from txbroker.errors import ConfigurationError
 
 
 class Fault(StrEnum):
-    """What an error of a database means for the caller."""
+    """The meaning of a database's error for the caller."""
 
     BUSY = "busy"
     """Another transaction was in the way; this one has no effect and can be repeated."""
@@ -40,9 +40,9 @@ class Dialect(Struct, frozen=True, kw_only=True):
         begin: begins a transaction that may write.
         begin_marked: begins one with a mark that ends with it, so that a handler which ends it and
             begins another one is noticed; SQLite reports such statements.
-        first: does the same to the transaction of a driver or library that would begin it with the
-            first statement, and show it only then.
-        release: fails if the mark is gone; "": `within` sees it.
+        begin_by_statement: does the same where a driver or library begins the transaction with the
+            first statement, and shows it only then.
+        release: fails if the mark is gone; "": `transaction_guard` sees it.
         lock, lock_shared: end of a SELECT that locks its rows and sees their newest version.
         newest: end of a SELECT by a duplicate key, which sees the row also if it is newer than the
             transaction's snapshot; "": not necessary.
@@ -50,7 +50,7 @@ class Dialect(Struct, frozen=True, kw_only=True):
             while it waited for their locks; "": they do in any case.
         ignore_duplicate: end of an INSERT that skips a row whose key exists; "": it fails instead,
             and its transaction can continue.
-        keep: middle of an upsert, before the columns to set.
+        upsert: middle of an upsert, before the columns to set.
         numbers: a table with a column `n`, of a JSON list of whole numbers.
         now_s, now_ms: seconds and milliseconds since 1970.
         text, key, blob, whole: types of columns. `key` is a text of at most 255 ASCII
@@ -68,7 +68,8 @@ class Dialect(Struct, frozen=True, kw_only=True):
             this one began; on PostgreSQL that of the transaction. "": SQL has none.
         columns: a SELECT of the names and types of a table's columns; `?` is its name.
         options: end of CREATE TABLE.
-        keyed: in addition, where the rows are hardly longer than their key.
+        clustered: further end, which stores rows in their key's index; for rows that are hardly
+            longer than their key.
         limits: statements that limit the waits of a session.
         own: statements that set what an administrator may have set otherwise, on sessions that no
             handler receives.
@@ -78,8 +79,9 @@ class Dialect(Struct, frozen=True, kw_only=True):
         holders: a SELECT of who may hold locks on `{tables}`, the longest first, as text; "": the
             database does not show it.
         in_transaction: a SELECT that returns whether it is part of an open transaction.
-        within: end of a condition that no row meets outside the marked transaction; on MariaDB,
-            where an error may roll a transaction back and the driver does not show it, outside any.
+        transaction_guard: end of a condition that no row meets outside the marked transaction; on
+            MariaDB, where an error may roll a transaction back and the driver does not show it,
+            outside any.
         isolation: the transaction's isolation level; "": no level makes a duplicate key abort it.
         fault_of: returns what an error of a driver means.
     """
@@ -87,14 +89,14 @@ class Dialect(Struct, frozen=True, kw_only=True):
     name: str
     begin: str
     begin_marked: str
-    first: str
+    begin_by_statement: str
     release: str
     lock: str
     lock_shared: str
     newest: str
     newest_read: str
     ignore_duplicate: str
-    keep: str
+    upsert: str
     numbers: str
     now_s: str
     now_ms: str
@@ -112,14 +114,14 @@ class Dialect(Struct, frozen=True, kw_only=True):
     unit: str
     columns: str
     options: str
-    keyed: str
+    clustered: str
     limits: tuple[str, ...]
     own: tuple[str, ...]
     lock_tables: str
     unlock_tables: str
     holders: str
     in_transaction: str
-    within: str
+    transaction_guard: str
     isolation: str
     fault_of: Callable[[BaseException], Fault]
 
@@ -131,7 +133,7 @@ class Dialect(Struct, frozen=True, kw_only=True):
             return Fault.ABORTED
         return self.fault_of(original(error))
 
-    def limited(self, lock_wait_s: float, idle_s: float) -> Iterator[str]:
+    def session_limits(self, lock_wait_s: float, idle_s: float) -> Iterator[str]:
         """Yield the statements that limit how long a session waits for a lock, and how long its
         transaction may wait for the next statement."""
         for sql in self.limits:
@@ -234,14 +236,14 @@ SQLITE = Dialect(
     name="sqlite",
     begin="BEGIN IMMEDIATE",
     begin_marked="BEGIN IMMEDIATE",
-    first="BEGIN IMMEDIATE",
+    begin_by_statement="BEGIN IMMEDIATE",
     release="",
     lock="",
     lock_shared="",
     newest="",
     newest_read="",
     ignore_duplicate=" ON CONFLICT DO NOTHING",
-    keep=" ON CONFLICT ({key}) DO UPDATE SET ",
+    upsert=" ON CONFLICT ({key}) DO UPDATE SET ",
     numbers="(SELECT value AS n FROM json_each(?)) AS numbers",
     # Without `%`, which has a meaning for some drivers.
     now_s="CAST((julianday('now') - 2440587.5) * 86400 AS INTEGER)",
@@ -260,14 +262,14 @@ SQLITE = Dialect(
     unit="",
     columns="SELECT name, lower(type) FROM pragma_table_info(?)",
     options="",
-    keyed=" WITHOUT ROWID",
+    clustered=" WITHOUT ROWID",
     limits=("PRAGMA busy_timeout = {lock_ms}",),
     own=(),
     lock_tables="",
     unlock_tables="",
     holders="",
     in_transaction="",
-    within="",
+    transaction_guard="",
     isolation="",
     fault_of=_sqlite_fault,
 )
@@ -277,14 +279,14 @@ POSTGRESQL = Dialect(
     name="postgresql",
     begin="BEGIN",
     begin_marked=f"BEGIN; {_POSTGRESQL_MARK}",
-    first=_POSTGRESQL_MARK,
+    begin_by_statement=_POSTGRESQL_MARK,
     release="",
     lock=" FOR UPDATE",
     lock_shared=" FOR SHARE",
     newest="",
     newest_read="SET TRANSACTION ISOLATION LEVEL READ COMMITTED",
     ignore_duplicate=" ON CONFLICT DO NOTHING",
-    keep=" ON CONFLICT ({key}) DO UPDATE SET ",
+    upsert=" ON CONFLICT ({key}) DO UPDATE SET ",
     numbers=(
         "(SELECT CAST(value AS bigint) AS n FROM json_array_elements_text(CAST(? AS json))) "
         "AS numbers"
@@ -314,7 +316,7 @@ POSTGRESQL = Dialect(
         "WHERE attrelid = to_regclass(CAST(? AS text)) AND attnum > 0 AND NOT attisdropped"
     ),
     options="",
-    keyed="",
+    clustered="",
     limits=(
         "SET lock_timeout = {lock_ms}",
         "SET idle_in_transaction_session_timeout = {idle_ms}",
@@ -336,7 +338,7 @@ POSTGRESQL = Dialect(
     ),
     # A statement that is its transaction begins when that does.
     in_transaction="SELECT now() <> statement_timestamp()",
-    within=" AND current_setting('txbroker.transaction', true) = 'open'",
+    transaction_guard=" AND current_setting('txbroker.transaction', true) = 'open'",
     isolation="current_setting('transaction_isolation')",
     fault_of=_postgresql_fault,
 )
@@ -346,14 +348,14 @@ MARIADB = Dialect(
     name="mariadb",
     begin="START TRANSACTION",
     begin_marked=_MARIADB_BEGIN,
-    first=_MARIADB_BEGIN,
+    begin_by_statement=_MARIADB_BEGIN,
     release="RELEASE SAVEPOINT txbroker",
     lock=" FOR UPDATE",
     lock_shared=" LOCK IN SHARE MODE",
     newest=" LOCK IN SHARE MODE",
     newest_read="",
     ignore_duplicate="",
-    keep=" ON DUPLICATE KEY UPDATE ",
+    upsert=" ON DUPLICATE KEY UPDATE ",
     numbers="JSON_TABLE(?, '$[*]' COLUMNS (n BIGINT PATH '$')) AS numbers",
     now_s="UNIX_TIMESTAMP()",
     # Of local time, one hour of the year is there twice.
@@ -375,7 +377,7 @@ MARIADB = Dialect(
         "WHERE table_schema = DATABASE() AND table_name = ?"
     ),
     options=" ENGINE=InnoDB",
-    keyed="",
+    clustered="",
     limits=(
         "SET innodb_lock_wait_timeout = {lock_s}, idle_transaction_timeout = {idle_s}, "
         # Uncommitted rows may never become true.
@@ -400,7 +402,7 @@ MARIADB = Dialect(
         "AND trx_mysql_thread_id <> CONNECTION_ID() ORDER BY trx_started LIMIT 1"
     ),
     in_transaction="SELECT @@in_transaction OR NOT @@autocommit",
-    within=" AND @@in_transaction = 1",
+    transaction_guard=" AND @@in_transaction = 1",
     isolation="",
     fault_of=_mariadb_fault,
 )

@@ -54,11 +54,11 @@ class Inbox:
             DatabaseUnavailable: the tables cannot be checked.
             Exception: the driver's: roll back and repeat the transaction.
         """
-        return run_on(self.database, connection, self._accept(_stored(message_id)))
+        return run_on(self.database, connection, self._accept(_row_id(message_id)))
 
     async def accept_async(self, connection: Any, message_id: str) -> bool:
         """`accept` on a connection whose statements are awaited."""
-        return await run_on_async(self.database, connection, self._accept(_stored(message_id)))
+        return await run_on_async(self.database, connection, self._accept(_row_id(message_id)))
 
     def forget(self, older_than_s: float) -> int:
         """Delete ids that were stored more than `older_than_s` seconds ago; return how many.
@@ -121,7 +121,7 @@ class Inbox:
         return new
 
 
-def _stored(message_id: str) -> str:
+def _row_id(message_id: str) -> str:
     """Return the text that stands for an id in the table: a hash where it is too long or has other
     characters than printable ASCII."""
     if not isinstance(message_id, str) or not message_id:

@@ -109,7 +109,7 @@ class KeptTable:
         changes = ", ".join(f"{column} = ?" for column in columns)
         yield Query(
             f"INSERT INTO {ASIDE} ({_KEY}, reason, {', '.join(columns)}) VALUES ({marks})"
-            f"{self._dialect.keep.format(key=_KEY)}{changes}",
+            f"{self._dialect.upsert.format(key=_KEY)}{changes}",
             (self._group, *failed.source, "", *values, *values),
         )
 
@@ -123,7 +123,7 @@ class KeptTable:
             "AND due_ms <= ? ORDER BY due_ms, message_offset LIMIT ?",
             (json.dumps(sorted(partitions)), self._group, topic, state, now_ms, count),
         )
-        return [_kept(row) for row in result.rows]
+        return [_read_kept(row) for row in result.rows]
 
     def keys(
         self, topic: str, partitions: Collection[int], state: str
@@ -160,7 +160,7 @@ class KeptTable:
             "ORDER BY message_offset LIMIT ?",
             (self._group, *place, SET_ASIDE, RELEASED, value, count),
         )
-        return [_kept(row) for row in result.rows]
+        return [_read_kept(row) for row in result.rows]
 
     def set_aside_again(self, place: tuple[str, int], key: bytes | int) -> Steps[None]:
         """End the release of a key: a message of it failed again."""
@@ -194,7 +194,7 @@ class KeptTable:
             query += " LIMIT ?"
             values.append(limit)
         result = yield Query(query, values)
-        return [_kept(row) for row in result.rows]
+        return [_read_kept(row) for row in result.rows]
 
     def release(self, place: tuple[str, int], key: bytes | int, reason: str) -> Steps[int]:
         """Let the owner of the partition handle a set-aside key; return the number of messages."""
@@ -227,7 +227,7 @@ def _escaped_length(value: bytes) -> int:
     return len(value) + sum(map(value.count, (b"\0", b"\n", b"\r", b"\x1a", b"'", b'"', b"\\")))
 
 
-def _kept(row: Sequence[Any]) -> Kept:
+def _read_kept(row: Sequence[Any]) -> Kept:
     topic, partition, offset, state, *fields = row
     stage, step, attempts, due_ms, cause, timestamp_ms, key, value, headers = fields
     left_out, names = read_left_out(tuple(msgspec.json.decode(headers, type=list[Header])))

@@ -29,7 +29,7 @@ _KEY = "group_name, topic, partition_id"
 
 
 class Stored(StrEnum):
-    """What happened to a result."""
+    """The outcome of storing a result."""
 
     NOW = "now"
     BEFORE = "before"
@@ -39,7 +39,7 @@ class Stored(StrEnum):
 
 
 class Claimed(Struct, frozen=True):
-    """What a claim found.
+    """The stored state that a claim found.
 
     Attributes:
         next: the offset below which everything is done; -1: no position is stored.
@@ -97,7 +97,7 @@ class PositionTable:
             (topic, json.dumps([number for _topic, number in group]))
             for topic, group in groupby(sorted(places), key=itemgetter(0))
         ]
-        numbers, key = self._dialect.numbers, self._dialect.keep.format(key=_KEY)
+        numbers, key = self._dialect.numbers, self._dialect.upsert.format(key=_KEY)
         for topic, partitions in by_topic:
             yield Query(
                 f"INSERT INTO {POSITION} ({_KEY}, {_COLUMNS}) "
@@ -114,7 +114,7 @@ class PositionTable:
                 rows.setdefault(int(number), []).append(int(offset))
             for number, *row in claimed.rows:
                 try:
-                    found[topic, int(number)] = _claimed(row, sorted(rows.get(int(number), ())))
+                    found[topic, int(number)] = _read_claim(row, sorted(rows.get(int(number), ())))
                 except ValueError as error:
                     raise ConfigurationError(
                         f"the row of {topic}-{number} of group {self._group} in {POSITION} cannot "
@@ -157,7 +157,7 @@ class PositionTable:
             values = (self._group, *settled.place, offset)
             result = yield Query(
                 f"{change} WHERE {_OF_PARTITION} AND message_offset = ? AND stage = 0"
-                f"{self._dialect.within}",
+                f"{self._dialect.transaction_guard}",
                 values,
             )
             if not result.count:
@@ -169,7 +169,7 @@ class PositionTable:
         assert settled.position is not None
         low, metadata = settled.position
         result = yield Query(
-            f"{_ADVANCE}{self._dialect.within}",
+            f"{_ADVANCE}{self._dialect.transaction_guard}",
             (
                 *_position_values(low, metadata),
                 self._group,
@@ -189,7 +189,7 @@ class PositionTable:
                 f"SELECT owned.group_name, owned.topic, owned.partition_id, numbers.n "
                 f"FROM {POSITION} AS owned CROSS JOIN {self._dialect.numbers} "
                 "WHERE owned.group_name = ? AND owned.topic = ? AND owned.partition_id = ? "
-                f"AND owned.token = ? AND owned.next <= ?{self._dialect.within}"
+                f"AND owned.token = ? AND owned.next <= ?{self._dialect.transaction_guard}"
                 f"{self._dialect.lock_shared}",
                 (
                     json.dumps(list(settled.offsets)),
@@ -222,8 +222,8 @@ class PositionTable:
     def _check_within(self) -> Steps[None]:
         """Raise TransactionGone if what the handler wrote is not part of this transaction: a
         position would be stored without it."""
-        sql = f"SELECT 1 FROM (SELECT 1) AS one WHERE 1 = 1{self._dialect.within}"
-        if self._dialect.within and not (yield Query(sql)).rows:
+        sql = f"SELECT 1 FROM (SELECT 1) AS one WHERE 1 = 1{self._dialect.transaction_guard}"
+        if self._dialect.transaction_guard and not (yield Query(sql)).rows:
             raise TransactionGone
 
     def _compare(self, settled: Settled, lock: str) -> Steps[Stored | None]:
@@ -331,7 +331,7 @@ def _position_values(low: int, metadata: Metadata) -> tuple[str | int | None, ..
     )
 
 
-def _claimed(row: Sequence[object], rows: Sequence[int]) -> Claimed:
+def _read_claim(row: Sequence[object], rows: Sequence[int]) -> Claimed:
     """Return what a row of the table holds.
 
     Raises:

@@ -91,7 +91,7 @@ class Postgres(Database):
         )
         session = PsycopgAsyncSession(connection)
         try:
-            for sql in self.dialect.limited(lock_wait_s, idle_s):
+            for sql in self.dialect.session_limits(lock_wait_s, idle_s):
                 await session.execute(Query(sql))
         except BaseException:
             await session.close()

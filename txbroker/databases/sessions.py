@@ -59,11 +59,11 @@ class PlainSession(Protocol):
 
     @property
     def reusable(self) -> bool:
-        """Whether the session is as it was opened; otherwise it is to be closed."""
+        """True while the session is as it was opened; otherwise it is to be closed."""
 
     @property
     def in_transaction(self) -> bool:
-        """Whether a transaction is open, as the driver knows without asking the server."""
+        """True while a transaction is open, as the driver knows without asking the server."""
 
     def lend(self) -> None:
         """Handlers will use the session: from now on, the end of a transaction restores it."""
@@ -429,13 +429,13 @@ class SessionThreads:
     def _run(self) -> None:
         session: PlainSession | None = None
         while call := self._calls.get():
-            session = self._called(session, *call)
+            session = self._call(session, *call)
             del call  # what it holds may be large
             self._idle.release()
         if session is not None:
             close_quietly(session)
 
-    def _called(
+    def _call(
         self,
         session: PlainSession | None,
         future: Future[T],

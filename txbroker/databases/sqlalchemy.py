@@ -145,7 +145,7 @@ class EngineSession:
         self.connection.detach()
         join_sqlalchemy(self.connection, database)
         self.connection.rollback()
-        for sql in self.dialect.limited(lock_wait_s, idle_s):
+        for sql in self.dialect.session_limits(lock_wait_s, idle_s):
             self.execute(Query(sql))
 
     @property
@@ -154,14 +154,14 @@ class EngineSession:
 
     @property
     def _is_lost(self) -> bool:
-        """Whether SQLAlchemy has dropped the connection, as after a cancelled statement, and has
+        """True if SQLAlchemy has dropped the connection, as after a cancelled statement, and has
         opened another one, or would."""
         connection = self.connection
         return connection.invalidated or connection.connection.dbapi_connection is not self._taken
 
     @property
     def in_transaction(self) -> bool:
-        """Whether the transaction that was begun is still open."""
+        """True while the transaction that was begun is open."""
         if self._transaction is None or not self._transaction.is_active:
             return False
         if handler_ended(self._restorer):
@@ -194,7 +194,7 @@ class EngineSession:
         self.reusable = self._restorer is None
         self._transaction = self.connection.begin()
         if self.dialect.release or not in_transaction(driver_connection(self.connection)):
-            execute_sqlalchemy(self.connection, Query(self.dialect.first))
+            execute_sqlalchemy(self.connection, Query(self.dialect.begin_by_statement))
         event.listen(self.connection, "commit", refuse_control)
         if self._restorer is not None:
             self._restorer.begun()

@@ -18,7 +18,7 @@ _DEFINITIONS = (
 )
 
 
-def _noted(name: str) -> Any:
+def _watch(name: str) -> Any:
     def method(self: HandlerConnection, *arguments: Any, **options: Any) -> Any:
         self.changed = True
         return getattr(super(HandlerConnection, self), name)(*arguments, **options)
@@ -27,7 +27,7 @@ def _noted(name: str) -> Any:
 
 
 class HandlerConnection(sqlite3.Connection):
-    """What a handler receives: the consumer ends the transaction.
+    """The connection that a handler receives: the consumer ends the transaction.
 
     Attributes:
         changed: the handler has defined a function or the like, which stays.
@@ -39,7 +39,7 @@ class HandlerConnection(sqlite3.Connection):
 
 for _name in _DEFINITIONS:
     if hasattr(sqlite3.Connection, _name):
-        setattr(HandlerConnection, _name, _noted(_name))
+        setattr(HandlerConnection, _name, _watch(_name))
 
 
 class SQLite(Database):

@@ -128,7 +128,7 @@ def create_table(name: str, dialect: Dialect, table: str = "") -> str:
         table: its name in the database, `name` by default.
     """
     sql = table_sql(table or name, _TABLES[name], dialect)
-    return sql + (dialect.keyed if name in _KEYED else "")
+    return sql + (dialect.clustered if name in _KEYED else "")
 
 
 def _migration_1(dialect: Dialect) -> Iterator[str]:

@@ -26,7 +26,7 @@ from txbroker.contract.json import headers_from_json
 from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER
 from txbroker.core.records import Header, Message
 from txbroker.databases.database import DatabaseUnavailable
-from txbroker.databases.outbox.leases import Named
+from txbroker.databases.outbox.leases import RelayIdentity
 from txbroker.databases.outbox.operations import readable
 from txbroker.databases.outbox.rows import check_message
 from txbroker.databases.outbox.waiting import (
@@ -192,7 +192,7 @@ class OutboxSource:
 
     def __init__(
         self,
-        named: Named,
+        named: RelayIdentity,
         rows: WaitingRows,
         thread: DatabaseThread,
         wakeups: Wakeups,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from txbroker.databases.database import DatabaseUnavailable
-from txbroker.databases.outbox.leases import Leases, Named
+from txbroker.databases.outbox.leases import Leases, RelayIdentity
 from txbroker.databases.outbox.waiting import WaitingRows
 from txbroker.door.consuming import ConsumingDoor, HasConsumingDoor
 from txbroker.error_text import safe_repr
@@ -56,7 +56,7 @@ class RunningRelay:
         self._background = Background(self._fail)
         self._threads: list[DatabaseThread] = []
         self._door: ConsumingDoor
-        self._named: Named
+        self._named: RelayIdentity
         self._thread: DatabaseThread
         self._leases: Leases
         self._shards: Shards

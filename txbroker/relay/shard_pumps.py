@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from txbroker.databases.outbox.leases import Leases, Named, rows_of_shard
+from txbroker.databases.outbox.leases import Leases, RelayIdentity, rows_of_shard
 from txbroker.databases.outbox.waiting import WaitingRows
 from txbroker.door.consuming import ConsumingDoor
 from txbroker.relay.outbox_source import OutboxSource, Retries, decode_position, name_taken
@@ -25,7 +25,7 @@ class ShardPumps:
     def __init__(
         self,
         outbox: Outbox,
-        named: Named,
+        named: RelayIdentity,
         leases: Leases,
         door: ConsumingDoor,
         settings: RelaySettings,

@@ -103,7 +103,9 @@ async def test_the_comparison_is_left_out_only_after_it_has_passed(
 
     def failed(*, crashed: bool) -> Exception:
         flags = {"crashed": crashed, "compared": compared, "moved": False}
-        return source._failed(Interrupted("MariaDB", "a cause", Place("binlog.000001", 4), **flags))
+        return source._explain(
+            Interrupted("MariaDB", "a cause", Place("binlog.000001", 4), **flags)
+        )
 
     for _ in range(3):  # at one place
         assert isinstance(failed(crashed=False), Interrupted)

@@ -68,7 +68,7 @@ class DjangoDatabase(Database):
         connection.close_if_unusable_or_obsolete()
         connection.ensure_connection()
         session = DjangoSession(connection, self.dialect)
-        for sql in self.dialect.limited(lock_wait_s, idle_s):
+        for sql in self.dialect.session_limits(lock_wait_s, idle_s):
             session.execute(Query(sql))
         return session
 
@@ -90,7 +90,7 @@ class DjangoSession:
 
     @property
     def in_transaction(self) -> bool:
-        """Whether the transaction that was begun is still open."""
+        """True while the transaction that was begun is open."""
         if self._atomic is None or handler_ended(self._restorer):
             return False
         return in_transaction(self._driver) is not False
@@ -115,7 +115,7 @@ class DjangoSession:
         atomic.__enter__()
         self._atomic = atomic
         if self.dialect.release or not in_transaction(self._driver):
-            self.execute(Query(self.dialect.first))
+            self.execute(Query(self.dialect.begin_by_statement))
         if self._restorer is not None:
             self._restorer.begun()
 

@@ -28,7 +28,7 @@ def block_on(dialect: Dialect, connection: Any) -> Iterator[None]:
         with transaction.atomic(using=connection.alias):
             yield
     elif driver == "sqlalchemy" and not hasattr(connection, "driver_connection"):
-        session = _unscoped(connection)
+        session = _unwrap(connection)
         if session.in_transaction():
             _begin_sqlite(dialect, session)
             with session.begin_nested():
@@ -43,7 +43,7 @@ def block_on(dialect: Dialect, connection: Any) -> Iterator[None]:
             yield
 
 
-def _unscoped(connection: Any) -> Any:
+def _unwrap(connection: Any) -> Any:
     """Return the session of a scoped one, which is a function of it."""
     return connection() if callable(connection) else connection
 
@@ -121,7 +121,7 @@ async def _async_block(dialect: Dialect, connection: Any) -> AbstractAsyncContex
         # psycopg's and asyncpg's are savepoints in an open transaction.
         block: AbstractAsyncContextManager[Any] = connection.transaction()
         return block
-    session = _unscoped(connection)
+    session = _unwrap(connection)
     if not session.in_transaction():
         begun: AbstractAsyncContextManager[Any] = session.begin()
         return begun

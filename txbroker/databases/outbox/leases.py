@@ -19,7 +19,7 @@ _LONGEST_MS = 600_000
 """Longer than any lease."""
 
 
-class Named(NamedTuple):
+class RelayIdentity(NamedTuple):
     """The name of an outbox's relays, the identity of its tables, and its number of shards."""
 
     relay: str
@@ -57,11 +57,11 @@ class Leases:
         # Rows that another relay is taking are left to it.
         self._skip = "" if dialect is SQLITE else " FOR UPDATE SKIP LOCKED"
 
-    def named(self) -> Steps[Named]:
+    def named(self) -> Steps[RelayIdentity]:
         """Return names and number of shards."""
         found = yield Query(f"SELECT relay, identity, shards FROM {RELAY} WHERE shard = 0")
         relay, identity, shards = found.rows[0]
-        return Named(str(relay), str(identity), int(shards))
+        return RelayIdentity(str(relay), str(identity), int(shards))
 
     def all(self) -> Steps[list[Lease]]:
         """Return all leases."""

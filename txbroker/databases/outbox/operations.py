@@ -1,4 +1,4 @@
-"""What operators see and change in an outbox, as steps."""
+"""Steps by which operators read and change an outbox."""
 
 from __future__ import annotations
 

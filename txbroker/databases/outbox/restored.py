@@ -1,4 +1,4 @@
-"""What shows that the tables of an outbox were restored, and how its rows keep their order then."""
+"""Signs that the tables of an outbox were restored, and how its rows keep their order then."""
 
 from __future__ import annotations
 

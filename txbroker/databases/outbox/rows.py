@@ -46,7 +46,7 @@ _topics = lru_cache(maxsize=1024)(_TOPIC.fullmatch)
 _encode_json = msgspec.json.Encoder().encode
 NO_HEADERS = "[]"
 _DEFAULTS = (NO_HEADERS, None, None, None)
-"""Of the last fields of `NewRow`."""
+"""The defaults of the last fields of `NewRow`."""
 
 
 class NewRow(NamedTuple):
@@ -194,7 +194,7 @@ def insert(
     further: tuple[Any, ...] = (unit,) if unit else ()
     if timeout_ms is not None:
         further += (timeout_ms,)
-    fields = _used(rows)
+    fields = _used_fields(rows)
     columns = tuple([NewRow._fields[field] for field in fields])
     columns += ("unit",) * bool(unit) + ("timeout_at",) * (timeout_ms is not None)
     values = itemgetter(*fields)
@@ -219,7 +219,7 @@ def _new_unit(dialect: Dialect) -> Steps[str]:
     return str(drawn.rows[0][0])
 
 
-def _used(rows: Sequence[NewRow]) -> tuple[int, ...]:
+def _used_fields(rows: Sequence[NewRow]) -> tuple[int, ...]:
     """Return the fields that differ from the columns' defaults in any row."""
     fields = tuple(range(_ALWAYS))
     for field, default in enumerate(_DEFAULTS, _ALWAYS):

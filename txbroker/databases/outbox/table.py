@@ -26,7 +26,7 @@ OUTBOX, RELAY = "txbroker_outbox", "txbroker_relay"
 SEQUENCE = "txbroker_outbox_position"
 """The sequence of positions, where the column has none."""
 CHANNEL = OUTBOX
-"""What PostgreSQL notifies."""
+"""The channel on which PostgreSQL notifies relays."""
 ASLEEP = "1954046575, 1"
 """PostgreSQL's advisory lock that a relay holds while it sleeps; the numbers are arbitrary."""
 CLUSTER = "(SELECT CAST(system_identifier AS text) FROM pg_control_system())"
@@ -99,17 +99,17 @@ RELAY_COLUMNS: Mapping[str, str] = {
 }
 _TABLES = {OUTBOX: COLUMNS, RELAY: RELAY_COLUMNS}
 
-_READY = f"state = '{LOCAL_COMMIT}' AND next_at = 0"
+READY = f"state = '{LOCAL_COMMIT}' AND next_at = 0"
 MAYBE_UNDECIDED = f"state IN ('{UNKNOWN}', '{MESSAGE_ERROR}')"
 _INDEXES = {
-    "ready": f"(position, shard) WHERE {_READY}",
+    "ready": f"(position, shard) WHERE {READY}",
     "undecided": f"(unit) WHERE {MAYBE_UNDECIDED}",
     "later": f"(next_at) WHERE state = '{LOCAL_COMMIT}' AND next_at > 0",
     "checks": f"(next_at) WHERE state = '{UNKNOWN}'",
     "errors": f"(position) WHERE state = '{MESSAGE_ERROR}'",
 }
 """A query uses one of them only if it has the same conditions."""
-_POSTGRES_INDEXES = _INDEXES | {"ready": f"(unit, position, shard) WHERE {_READY}"}
+_POSTGRES_INDEXES = _INDEXES | {"ready": f"(unit, position, shard) WHERE {READY}"}
 _MARIADB_INDEXES = {"ready": "(state, next_at, unit, position, shard)", "unit": "(unit)"}
 _ALL_INDEXES = {
     "sqlite": _INDEXES,
@@ -150,7 +150,7 @@ def _migration_1(name: str, dialect: Dialect) -> Iterator[str]:
     if dialect.sequence:
         yield dialect.sequence.format(sequence=SEQUENCE)
     for table in (RELAY, OUTBOX):
-        columns = _declared(_TABLES[table])
+        columns = _column_list(_TABLES[table])
         if table == OUTBOX:
             columns += f", {_SOUND}" + (f", {_TYPED}" if dialect is SQLITE else "")
         yield table_sql(table, columns, dialect, **_defaults(dialect))
@@ -168,7 +168,7 @@ def _migration_1(name: str, dialect: Dialect) -> Iterator[str]:
     )
 
 
-def _declared(columns: Mapping[str, str]) -> str:
+def _column_list(columns: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {kind}" for name, kind in columns.items())
 
 

@@ -69,7 +69,7 @@ class UndecidedRows:
     def attempt(self, id: str) -> Steps[Attempt | None]:
         """Store an attempt, and return it; None: the rows are decided, given up now, or no longer
         due, as another relay has begun an attempt."""
-        prepared = yield from self._prepared(id)
+        prepared = yield from self._find_prepared(id)
         if prepared is None:
             return None
         marks = ", ".join("?" * len(prepared.ids))
@@ -98,7 +98,7 @@ class UndecidedRows:
         self, id: str, decision: Decision, messages: Sequence[Message] | None, cause: str
     ) -> Steps[str]:
         """Decide rows, unless they are decided; return why the answer cannot be used, or ""."""
-        prepared = yield from self._prepared(id)
+        prepared = yield from self._find_prepared(id)
         if prepared is None:
             return ""
         try:
@@ -117,7 +117,7 @@ class UndecidedRows:
 
     def undecided(self, id: str, number: int, cause: str) -> Steps[None]:
         """Note an attempt without a decision; the last one gives the rows up."""
-        prepared = yield from self._prepared(id)
+        prepared = yield from self._find_prepared(id)
         if prepared is None:
             return
         if number >= CHECKS_MAX:
@@ -131,7 +131,7 @@ class UndecidedRows:
         Args:
             after_s: when to ask again; None: after the interval.
         """
-        prepared = yield from self._prepared(id)
+        prepared = yield from self._find_prepared(id)
         if prepared is None:
             return
         now_ms = self._dialect.now_ms
@@ -153,7 +153,7 @@ class UndecidedRows:
             (cause, *prepared.ids),
         )
 
-    def _prepared(self, id: str) -> Steps[Prepared | None]:
+    def _find_prepared(self, id: str) -> Steps[Prepared | None]:
         try:
             return (yield from siblings(self._dialect, id))
         except BadRequest:

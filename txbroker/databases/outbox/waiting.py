@@ -1,4 +1,4 @@
-"""What a relay reads of the outbox and marks in it, as steps.
+"""Steps by which a relay reads the outbox and marks its rows.
 
 Rows that wait are in the state LOCAL_COMMIT. `next_at` is 0 for those to be sent at once, in the
 order of their positions, else the time before which a row is not sent: because Kafka refused it, or
@@ -18,17 +18,16 @@ from msgspec import Struct
 from txbroker.databases.dialect import MARIADB, POSTGRESQL, SQLITE, Dialect
 from txbroker.databases.outbox.operations import readable
 from txbroker.databases.outbox.restored import RestoredRows
-from txbroker.databases.outbox.table import OUTBOX
+from txbroker.databases.outbox.table import OUTBOX, READY
 from txbroker.databases.steps import Query, Steps
 
 _PIECE = 2000
 """Positions of one statement."""
 _UNITS = 500
 """Values of one statement: SQLite takes at most 999."""
-_READY = "state = 'LOCAL_COMMIT' AND next_at = 0"
 _LATER = "state = 'LOCAL_COMMIT' AND next_at > 0"
 _UNFINISHED = (
-    ("LOCAL_COMMIT", _READY),
+    ("LOCAL_COMMIT", READY),
     ("LOCAL_COMMIT", _LATER),
     ("UNKNOWN", "state = 'UNKNOWN'"),
     ("MESSAGE_ERROR", "state = 'MESSAGE_ERROR'"),
@@ -44,7 +43,7 @@ _ROWS_OVERHEAD = 200
 
 
 Group: TypeAlias = str | int
-"""What rows have in common that become visible together: their unit; the position of one alone."""
+"""Rows of one group become visible together: it is their unit, or the position of a row alone."""
 
 
 class WaitingRow(NamedTuple):
@@ -216,7 +215,7 @@ class WaitingRows:
             "SELECT position, unit, order_key, message_key, "
             "COALESCE(LENGTH(message_value), 0) + LENGTH(headers), "
             f"CASE WHEN timeout_at <= {self._dialect.now_ms} THEN 1 ELSE 0 END "
-            f"FROM {OUTBOX}{hint} WHERE {_READY}{self._of_shards} {condition}"
+            f"FROM {OUTBOX}{hint} WHERE {READY}{self._of_shards} {condition}"
         )
 
     def fetch(self, positions: Sequence[int]) -> Steps[list[FullRow]]:
@@ -241,7 +240,7 @@ class WaitingRows:
             if self._keep
             else ""
         )
-        return (yield from self._set(change, "state = 'LOCAL_COMMIT'", positions))
+        return (yield from self._change_rows(change, "state = 'LOCAL_COMMIT'", positions))
 
     def ids_waiting(self, positions: Iterable[int]) -> Steps[list[tuple[int, str]]]:
         """Return position and id of those rows that are not marked."""
@@ -299,13 +298,13 @@ class WaitingRows:
             "state = 'MESSAGE_ERROR', "
             "cause = CASE WHEN cause = '' THEN 'not sent before its timeout_at' ELSE cause END"
         )
-        return (yield from self._set(change, _READY, positions))
+        return (yield from self._change_rows(change, READY, positions))
 
     def hold(self, positions: Iterable[int], until_ms: int) -> Steps[int]:
         """Send rows not before a time, milliseconds since 1970."""
         why = f"cause = CASE WHEN cause = '' THEN '{_BEHIND}' ELSE cause END"
         change = f"next_at = {until_ms}, {why}"
-        return (yield from self._set(change, _READY, positions))
+        return (yield from self._change_rows(change, READY, positions))
 
     def refuse(
         self,
@@ -354,7 +353,7 @@ class WaitingRows:
             groups = yield from self._groups(piece)
             mates.extend(position for position, group in groups.items() if group in units)
         # All at one time, also those with different retries: they are sent together.
-        yield from self._set(f"next_at = {latest_ms}", "state = 'LOCAL_COMMIT'", mates)
+        yield from self._change_rows(f"next_at = {latest_ms}", "state = 'LOCAL_COMMIT'", mates)
 
     def due(self, put_off: Collection[Group] = ()) -> Steps[list[int]]:
         """Return the positions of held rows whose time has come, without those put off."""
@@ -364,7 +363,7 @@ class WaitingRows:
 
     def release(self, positions: Iterable[int]) -> Steps[int]:
         """Let held rows be sent."""
-        return (yield from self._set("next_at = 0", _LATER, positions))
+        return (yield from self._change_rows("next_at = 0", _LATER, positions))
 
     @property
     def _due(self) -> str:
@@ -381,7 +380,7 @@ class WaitingRows:
         if put_off:
             among, units = _among(put_off)
             until = f"{self._dialect.now_ms} + {_LOCKED_MS}"
-            locked = select(until, OUTBOX, f"{_READY}{self._of_shards} AND {among}")
+            locked = select(until, OUTBOX, f"{READY}{self._of_shards} AND {among}")
             found += (yield Query(locked, units)).rows
         keys: dict[str | bytes, int] = {}
         for order_key, message_key, until_ms, _count in found:
@@ -391,7 +390,7 @@ class WaitingRows:
                 keys[key] = max(keys.get(key, 0), until_ms)
         return Held(keys, sum(int(row[3]) for row in found))
 
-    def _set(self, change: str, condition: str, positions: Iterable[int]) -> Steps[int]:
+    def _change_rows(self, change: str, condition: str, positions: Iterable[int]) -> Steps[int]:
         """Change rows by position, or delete them if there is no change."""
         dialect, count = self._dialect, 0
         change = change and f" SET {change}, changed_at = {dialect.now_ms}"
@@ -458,7 +457,7 @@ class WaitingRows:
     def waiting(self) -> Steps[int]:
         """Return the number of rows that wait, of all shards."""
         # One statement: a relay may hold rows meanwhile.
-        counts = (f"(SELECT COUNT(*) FROM {OUTBOX} WHERE {each})" for each in (_READY, _LATER))
+        counts = (f"(SELECT COUNT(*) FROM {OUTBOX} WHERE {each})" for each in (READY, _LATER))
         found = yield Query(f"SELECT {' + '.join(counts)}")
         return int(found.rows[0][0])
 

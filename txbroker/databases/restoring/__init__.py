@@ -1,4 +1,4 @@
-"""What handlers change in their session, and how it is brought back before another message.
+"""Restores what handlers change in their session, before it handles another message.
 
 A session that handlers use has a `Restorer`, which ends their transactions and in the same round
 trip restores what the session had when it was opened. A session that cannot be restored is closed.

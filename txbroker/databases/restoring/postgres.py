@@ -40,8 +40,8 @@ class PostgresRestorer(Restorer):
         settings = (yield _SETTINGS).rows
         ((user, role),) = (yield _USERS).rows
         self._restore = _RESTORE.format(
-            users=_assigned((("session_authorization", user), ("role", role))),
-            settings=_assigned(settings) or "1",
+            users=_assignments((("session_authorization", user), ("role", role))),
+            settings=_assignments(settings) or "1",
         )
 
     def ended(self, sql: str) -> Steps[bool]:
@@ -55,7 +55,7 @@ class PostgresRestorer(Restorer):
         return not result.rows[0][0]
 
 
-def _assigned(settings: Iterable[Sequence[str]]) -> str:
+def _assignments(settings: Iterable[Sequence[str]]) -> str:
     return ", ".join(
         f"pg_catalog.set_config({_literal(name)}, {_literal(value)}, false)"
         for name, value in settings
@@ -64,8 +64,8 @@ def _assigned(settings: Iterable[Sequence[str]]) -> str:
 
 def _literal(text: str) -> str:
     """Return a text as SQL, without characters that a driver takes for placeholders."""
-    return f"E'{''.join(map(_escaped, text))}'"
+    return f"E'{''.join(map(_escape, text))}'"
 
 
-def _escaped(letter: str) -> str:
+def _escape(letter: str) -> str:
     return letter if letter.isascii() and letter.isalnum() else f"\\U{ord(letter):08x}"

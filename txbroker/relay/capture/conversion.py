@@ -61,7 +61,7 @@ class Conversion:
             return ()
         try:
             if isinstance(change, Change) and change.operation == "truncate":
-                change = self._truncated(change)
+                change = self._truncate_or_gap(change)
             if isinstance(change, Gap):
                 self.accept(change, f"{transaction.id}/{number}")
                 return ()
@@ -94,7 +94,7 @@ class Conversion:
             gap=gap.step.text,
         )
 
-    def _truncated(self, change: Change) -> Change | Gap:
+    def _truncate_or_gap(self, change: Change) -> Change | Gap:
         """Return a truncate, as a gap where it removes rows whose deletes are captured."""
         table = self._tables.get((change.schema, change.table))
         if table is None or table.operations & {"delete", "truncate"} != {"delete"}:

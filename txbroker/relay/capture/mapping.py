@@ -38,7 +38,8 @@ _NAME = re.compile(r"[a-z0-9-]{1,40}")
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 _OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 _SCHEMAS = {"postgresql": "public", "postgres": "public", "sqlite": "main"}
-"""Of tables that are named without one, by the scheme of the URL; MariaDB's is the database."""
+"""The schema of tables that are named without one, by the scheme of the URL; MariaDB's is the
+database."""
 
 
 class TableMapping(Struct, frozen=True, kw_only=True):

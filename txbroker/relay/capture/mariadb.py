@@ -45,9 +45,10 @@ from txbroker.relay.source import Delivery
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 PIECE_BYTES = 1 << 20
-"""Of a transaction in one piece, and of small ones in one delivery."""
+"""Bytes after which a piece of a transaction is delivered; small transactions are joined up to
+them."""
 _WAITING_BYTES_MAX = 16 << 20
-"""Of messages that wait for Kafka. As Python objects they take up to three times as much."""
+"""Bytes of messages that wait for Kafka; as Python objects they take up to three times as much."""
 _END_S = 1.0
 _CRASHED = (
     "the server rolled it back: PURGE BINARY LOGS TO the file after it, and start again, by which "
@@ -55,7 +56,7 @@ _CRASHED = (
 )
 _GTID = re.compile(r"\d+-\d+-\d+")
 _MESSAGE_BYTES = 300
-"""Of a message beside its key and value."""
+"""Bytes of a message beside its key and value."""
 
 
 class _Piece(Struct, frozen=True, gc=False):
@@ -89,7 +90,7 @@ class _Reader:
         self._binlog = binlog
         self._conversion = conversion
         self._inspect = inspect
-        self._failed = failed
+        self._explain = failed
         self._loop = asyncio.get_running_loop()
         self._pieces: deque[_Piece] = deque()
         self._size = 0
@@ -109,7 +110,7 @@ class _Reader:
         """
         while not self._pieces:
             if self._failure is not None:
-                raise self._failed(self._failure)
+                raise self._explain(self._failure)
             await self._arrived.wait()
             self._arrived.clear()
 
@@ -155,7 +156,7 @@ class _Reader:
         for event in self._binlog.read():
             if isinstance(event, Change | Gap):
                 assert info is not None
-                for message in self._converted(info, number, event):
+                for message in self._convert(info, number, event):
                     messages.append(message)
                     size += _MESSAGE_BYTES + len(message.key or b"") + len(message.value or b"")
                 number += 1
@@ -185,7 +186,7 @@ class _Reader:
             if self._closed:
                 return
 
-    def _converted(
+    def _convert(
         self, info: TransactionInfo, number: int, event: Change | Gap
     ) -> Sequence[Message]:
         try:
@@ -293,7 +294,7 @@ class MariadbSource:
         try:
             check_position(database.name, start.gtids, facts.settings["gtid_binlog_state"])
         except ChangesLost as error:
-            failure = self._failed(error)
+            failure = self._explain(error)
             if failure is error:
                 raise
         if self._gap:
@@ -304,7 +305,7 @@ class MariadbSource:
         self._gap, self._uncompared = "", False
         self.conversion.begin(steps)
         binlog = Binlog(database, mapping.tables, facts, start, self.conversion.skips)
-        self._reader = _Reader(binlog, self.conversion, self._inspect, self._failed)
+        self._reader = _Reader(binlog, self.conversion, self._inspect, self._explain)
 
     def _inspect(self) -> mariadb_setup.Facts:
         """Look at the server again; blocks.
@@ -319,7 +320,7 @@ class MariadbSource:
             raise ConfigurationError(f"{self._database.name}: {'; '.join(problems)}")
         return facts
 
-    def _failed(self, error: Exception) -> Exception:
+    def _explain(self, error: Exception) -> Exception:
         """Return the error to raise for one of a reader, and note what the next one does."""
         if isinstance(error, Interrupted) and not error.moved:
             # After a crash the server begins with the next file, if it need not show the last
@@ -328,7 +329,7 @@ class MariadbSource:
             self._uncompared = error.compared and (error.crashed or before == error.place)
             if error.crashed and not error.compared:
                 lost = ChangesLost(self._database.name, f"{error.problem}: {_CRASHED}")
-                return self._failed(lost)
+                return self._explain(lost)
         elif isinstance(error, NotCompared):
             self._uncompared = True
         elif isinstance(error, ChangesLost) and self._skips_gaps:

@@ -152,7 +152,7 @@ def look(mapping: CaptureMapping) -> Steps[Facts]:
     rights = [row[0] for row in grants.rows if " ON *.* TO " in row[0]]
     replication = any(re.search(r"REPLICATION SLAVE[,\s]|ALL PRIVILEGES", each) for each in rights)
     filters = yield from _filters()
-    start = yield from _recorded(mapping.name)
+    start = yield from _recorded_position(mapping.name)
     return Facts(
         version,
         settings,
@@ -188,7 +188,7 @@ def _filters() -> Steps[tuple[str, str] | None]:
     return (found.rows[0][2], found.rows[0][3]) if found.rows else ("", "")
 
 
-def _recorded(name: str) -> Steps[str | None]:
+def _recorded_position(name: str) -> Steps[str | None]:
     try:
         found = yield Query(f"SELECT position FROM {TABLE} WHERE name = ?", (name,))
     except Exception as error:

@@ -47,7 +47,7 @@ from txbroker.relay.source import Delivery
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 PREFIX = "txbroker"
-"""Of messages that `pg_logical_emit_message` writes for us."""
+"""The prefix of messages that `pg_logical_emit_message` writes for us."""
 _IDLE_S = 1.0
 """How often a position without messages is delivered."""
 _PIECE_BYTES = 1 << 20
@@ -152,7 +152,7 @@ class PostgresSource:
         """
         until_s = time.monotonic() + _RELEASED_S
         while True:
-            self._facts = await self._checked()
+            self._facts = await self._read_facts()
             slot = self._facts.slot
             assert slot is not None
             now_s = time.monotonic()
@@ -172,7 +172,7 @@ class PostgresSource:
                 raise DatabaseUnavailable(f"{held}: another capture of this name has not ended")
             await asyncio.sleep(_POLL_S)
 
-    async def _checked(self) -> pgfacts.Facts:
+    async def _read_facts(self) -> pgfacts.Facts:
         """Return the facts of the catalogs.
 
         Raises:
@@ -407,7 +407,7 @@ class PostgresSource:
                     stream.report(ask=True)
                 if beat % _BEATS_OF_CHECK and not altered:
                     continue
-                self._compare(await self._checked())
+                self._compare(await self._read_facts())
                 await asyncio.sleep(_BETWEEN_CHECKS_S)
             except DatabaseUnavailable:
                 continue  # if it lasts, the reader notices it
@@ -535,20 +535,20 @@ class _Reader:
             self._transaction = TransactionInfo(place, event.time_ms, source, event.time_ms)
             self._number = 0
         elif isinstance(event, Commit):
-            self._committed(event)
+            self._commit(event)
             return True
         elif isinstance(event, TableDescribed):
             table = self._tables[event.schema, event.table]
             self.problem = self.problem or pgfacts.identity_problem(table, event.identity)
             self.altered = True
         elif isinstance(event, LogicalMessage):
-            self._emitted(event)
+            self._emit(event)
         elif isinstance(event, tuple):
             for change in event:
                 self._add(change)
         return False
 
-    def _committed(self, commit: Commit) -> None:
+    def _commit(self, commit: Commit) -> None:
         self.inside = False
         found = LastTransaction(lsn_text(commit.end_lsn), self._xid, self._transaction.time_ms)
         if not self.expected:
@@ -573,7 +573,7 @@ class _Reader:
             self.messages.append(message)
             self.size += len(message.key or b"") + len(message.value or b"") + _RECORD_BYTES
 
-    def _emitted(self, message: LogicalMessage) -> None:
+    def _emit(self, message: LogicalMessage) -> None:
         if message.prefix != PREFIX:
             return
         if message.transactional:

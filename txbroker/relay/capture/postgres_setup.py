@@ -64,12 +64,12 @@ async def _take(
         steps = list(make(mapping, facts))
         if refusals(steps):
             return steps
-        return [await _taken(step, database, session) for step in steps]
+        return [await _execute_step(step, database, session) for step in steps]
     finally:
         await session.close()
 
 
-async def _taken(step: Step, database: Postgres, session: AsyncSession) -> Step:
+async def _execute_step(step: Step, database: Postgres, session: AsyncSession) -> Step:
     if step.state is not StepState.TO_DO:
         return step
     try:
@@ -132,8 +132,8 @@ def _steps(mapping: CaptureMapping, facts: Facts) -> Iterator[Step]:
 def _publication(mapping: CaptureMapping, facts: Facts) -> Step:
     name, publication = pgfacts.name_of(mapping), facts.publication
     wanted = {(each.schema, each.table) for each in mapping.tables}
-    tables = ", ".join(f"ONLY {_quoted(*place)}" for place in sorted(wanted))
-    operations = [each for each in pgfacts.OPERATIONS if each in _sent(mapping)]
+    tables = ", ".join(f"ONLY {_quote(*place)}" for place in sorted(wanted))
+    operations = [each for each in pgfacts.OPERATIONS if each in _operations(mapping)]
     generated = facts.server.version >= pgfacts.SENDS_GENERATED
     options = (
         f"(publish = '{', '.join(operations)}', publish_via_partition_root = true"
@@ -173,10 +173,10 @@ def _publication(mapping: CaptureMapping, facts: Facts) -> Step:
 
 
 def _drop(tables: Iterable[tuple[str, str]]) -> str:
-    return f"DROP TABLE {', '.join(f'ONLY {_quoted(*place)}' for place in sorted(tables))}"
+    return f"DROP TABLE {', '.join(f'ONLY {_quote(*place)}' for place in sorted(tables))}"
 
 
-def _sent(mapping: CaptureMapping) -> frozenset[str]:
+def _operations(mapping: CaptureMapping) -> frozenset[str]:
     """Return what the publication sends; without tables it cannot be nothing."""
     return pgfacts.wanted_operations(mapping) or frozenset({"insert"})
 
@@ -226,5 +226,5 @@ def _removal(mapping: CaptureMapping, facts: Facts) -> Iterator[Step]:
         yield Step(StepState.REFUSED, f"{text}: its owner must run: {sql}", sql)
 
 
-def _quoted(schema: str, table: str) -> str:
+def _quote(schema: str, table: str) -> str:
     return ".".join('"' + name.replace('"', '""') + '"' for name in (schema, table))

@@ -214,7 +214,7 @@ def _gaps(writer: TableWriter, found: Found, place: tuple[str, str]) -> Iterator
 
 
 def _drop(name: str) -> str:
-    return f"DROP TRIGGER IF EXISTS {_quoted(name)}"
+    return f"DROP TRIGGER IF EXISTS {_quote(name)}"
 
 
 # --- SQL of triggers -------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def _triggers(writer: TableWriter, columns: Sequence[str]) -> Iterator[Trigger]:
     insert = _insert(writer, "insert", "NEW", columns)
     delete = _insert(writer, "delete", "OLD", columns)
     update = _insert(writer, "update", "NEW", columns)
-    same = " AND ".join(f"OLD.{_quoted(each)} IS NEW.{_quoted(each)}" for each in writer.key)
+    same = " AND ".join(f"OLD.{_quote(each)} IS NEW.{_quote(each)}" for each in writer.key)
     bodies: Mapping[Operation, str] = {
         "insert": f"{insert};",
         "delete": f"{delete};",
@@ -239,8 +239,8 @@ def _triggers(writer: TableWriter, columns: Sequence[str]) -> Iterator[Trigger]:
             yield Trigger(
                 name,
                 writer.table,
-                f"CREATE TRIGGER {_quoted(name)} AFTER {operation.upper()} ON "
-                f"{_quoted(writer.table)} BEGIN {body} END",
+                f"CREATE TRIGGER {_quote(name)} AFTER {operation.upper()} ON "
+                f"{_quote(writer.table)} BEGIN {body} END",
             )
 
 
@@ -268,7 +268,7 @@ def _value(writer: TableWriter, operation: Operation, row: str, columns: Sequenc
     if operation == "delete" and (writer.tombstones or writer.column is not None):
         return "NULL"
     if writer.column is not None:
-        return f"CAST({row}.{_quoted(writer.column)} AS BLOB)"
+        return f"CAST({row}.{_quote(writer.column)} AS BLOB)"
     before = after = "'null'"
     if operation == "delete":
         before = _object("OLD", columns if writer.before else writer.key)
@@ -301,7 +301,7 @@ def _object(row: str, columns: Sequence[str]) -> str:
 
 def _json_value(row: str, column: str) -> str:
     """Return SQL of a value that JSON can hold: otherwise the service's statement would fail."""
-    value = f"{row}.{_quoted(column)}"
+    value = f"{row}.{_quote(column)}"
     return (
         f"CASE typeof({value}) WHEN 'blob' THEN lower(hex({value})) WHEN 'real' THEN "
         f"CASE WHEN {value} > {_FLOAT_MAX} THEN 'Infinity' "
@@ -309,7 +309,7 @@ def _json_value(row: str, column: str) -> str:
     )
 
 
-def _quoted(name: str) -> str:
+def _quote(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 

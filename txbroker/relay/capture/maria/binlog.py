@@ -268,7 +268,8 @@ class Binlog:
             is_mariadb=True,
             only_schemas={each.schema for each in tables},
             only_tables={each.table for each in tables},
-            # A table's number changes with its columns, until the server restarts: see `_rotated`.
+            # A table's number changes with its columns, until the server restarts: see
+            # `_forget_tables`.
             freeze_schema=True,
             slave_heartbeat=HEARTBEAT_S,
             pymysql_wrapper=self._connect,
@@ -303,11 +304,11 @@ class Binlog:
             if kind in (MariadbGtidEvent, RotateEvent):
                 if info is not None:
                     if not flags & _PREPARED_XA:
-                        raise self._interrupted("the server crashed", crashed=True)
-                    yield from self._ended(info)
+                        raise self._interruption("the server crashed", crashed=True)
+                    yield from self._end(info)
                 info = begun = self._open = None
                 if kind is RotateEvent:
-                    self._rotated()
+                    self._forget_tables()
                 else:
                     flags, begun, self._open = event.flags, event, self._place()
                 continue
@@ -324,7 +325,7 @@ class Binlog:
             elif info is None:
                 continue  # before the first transaction
             elif kind is XidEvent:
-                yield from self._ended(info)
+                yield from self._end(info)
                 info = None
             elif kind is ExecuteLoadQueryEvent:
                 if not (self._passing or self._skipped):
@@ -335,7 +336,7 @@ class Binlog:
                 elif not self._passing:
                     yield from self._statement(event, info)
                 if flags & _STANDALONE or _ends(event):
-                    yield from self._ended(info)
+                    yield from self._end(info)
                     info = None
             else:
                 if flags & _PREPARED_XA and not (self._passing or self._skipped):
@@ -351,7 +352,7 @@ class Binlog:
     def _connect(self, **options: Any) -> Any:
         """Open the stream's connection, then that for its questions; the third is a repetition."""
         if len(self._connections) == 2:
-            raise self._interrupted("the connection to the binary log was lost")
+            raise self._interruption("the connection to the binary log was lost")
         connection = pymysql.connect(**{**self._options, **options})
         self._connections.append(connection)
         return connection
@@ -371,20 +372,20 @@ class Binlog:
         except (ConfigurationError, DatabaseUnavailable):
             raise
         except pymysql.MySQLError as error:
-            raise self._explained(error) from error
+            raise self._explain(error) from error
         except (OSError, struct.error) as error:
-            raise self._interrupted(str(error)) from error
+            raise self._interruption(str(error)) from error
         except Exception as error:
             raise self._unreadable(error) from error
         if event is None:
-            raise self._interrupted("the server has ended the binary log")
+            raise self._interruption("the server has ended the binary log")
         return event
 
     def _place(self) -> Place:
         """Return the place after the last event that was read."""
         return Place(self._stream.log_file or "", self._stream.log_pos or 0)
 
-    def _interrupted(self, cause: str, *, crashed: bool = False) -> DatabaseUnavailable:
+    def _interruption(self, cause: str, *, crashed: bool = False) -> DatabaseUnavailable:
         if self._open is None:
             return DatabaseUnavailable(f"{self._name}: {cause}")
         return Interrupted(
@@ -404,14 +405,14 @@ class Binlog:
             f"{error}: report it",
         )
 
-    def _explained(self, error: pymysql.MySQLError) -> Exception:
+    def _explain(self, error: pymysql.MySQLError) -> Exception:
         number, text = (*error.args, "", "")[:2]
         if number == _DENIED:
             return ConfigurationError(
                 f"{self._name}: {text}: GRANT REPLICATION SLAVE ON *.* TO this user"
             )
         if number != _PURGED:
-            return self._interrupted(text or str(error))
+            return self._interruption(text or str(error))
         if "purged" in text and self._compared is not None:
             return NotCompared(f"{self._name}: the last transaction is no longer in the log")
         if "purged" in text:
@@ -424,11 +425,11 @@ class Binlog:
         if "not in the master's binlog" in text:
             return unknown_position(self._name, ",".join(self._position.values()))
         if "truncated" in text and self._open is not None:
-            return self._interrupted(text, crashed=True)
+            return self._interruption(text, crashed=True)
         where = f"the server ends the binary log after {self._place()}"
         return ChangesLost(self._name, f"{where}: {text}")
 
-    def _rotated(self) -> None:
+    def _forget_tables(self) -> None:
         """Forget all tables: a server that was restarted gives their numbers again."""
         self._stream.table_map = {}
         self._readers.clear()
@@ -470,7 +471,7 @@ class Binlog:
     def _digest(self) -> str:
         return f"{self._names:x}-{self._rows:x}"
 
-    def _ended(self, info: TransactionInfo) -> Iterator[Committed]:
+    def _end(self, info: TransactionInfo) -> Iterator[Committed]:
         """Yield the end of a transaction, unless it was only compared."""
         self._open = None
         if self._passing:
@@ -573,7 +574,7 @@ class Binlog:
             for row, fault in rows:
                 if type(event) is UpdateRowsEvent:
                     after, more = next(rows, ({}, "the row after it is missing"))
-                    yield change(before=row, after=after, fault=_joined(fault, more))
+                    yield change(before=row, after=after, fault=_join(fault, more))
                 elif type(event) is WriteRowsEvent:
                     yield change(after=row, fault=fault)
                 else:
@@ -595,7 +596,7 @@ def _ends(event: Any) -> bool:
     return type(event) is QueryEvent and event.query in ("COMMIT", "ROLLBACK")
 
 
-def _joined(*faults: str) -> str:
+def _join(*faults: str) -> str:
     return "; ".join(dict.fromkeys(filter(None, faults)))
 
 

@@ -30,7 +30,7 @@ _WIDEST = {"big5": 2, "cp932": 2, "euckr": 2, "gb2312": 2, "gbk": 2, "sjis": 2} 
 }
 """Bytes of a character in those that have more than one."""
 _UNDEFINED = "\ufffe"
-"""Of `codecs.charmap_decode`."""
+"""The character that `codecs.charmap_decode` takes for undefined."""
 _END = b"\n"
 """The same byte in all of these sets, and no part of a longer character."""
 
@@ -61,10 +61,10 @@ class Charsets:
         if name in ("", "binary"):
             return None
         if name not in self._decoders:
-            self._decoders[name] = self._found(name)
+            self._decoders[name] = self._find(name)
         return self._decoders[name]
 
-    def _found(self, name: str) -> Decode:
+    def _find(self, name: str) -> Decode:
         codec = _UNICODE.get(name)
         if codec is not None:
             return partial(_by_codec, name, partial(str, encoding=codec))

@@ -46,7 +46,7 @@ _GROUP, _GROUP_BYTES = 9, 4
 _MICROS = (10**6, 10**4, 10**2, 1)
 """In the unit of a fraction of 0 to 3 bytes."""
 _REST_BYTES = (0, 1, 1, 2, 2, 3, 3, 4, 4)
-"""Of fewer digits."""
+"""Bytes of fewer digits, by their number."""
 
 
 class Unreadable(Exception):
@@ -139,7 +139,7 @@ def _layout(column: Column, byte_type: str, collation: int, charsets: Charsets) 
         prefix = 1 if column.max_length < 256 else 2
         fixed = column.max_length if kind == FIELD_TYPE.STRING else 0
         if fixed and BYTE_TYPES.get(byte_type) == fixed and charsets.name(collation) == "binary":
-            return _Layout(prefix, 0, partial(_padded, fixed, _ADDRESSES[byte_type]))
+            return _Layout(prefix, 0, partial(_convert_padded, fixed, _ADDRESSES[byte_type]))
         return _text(prefix, fixed, collation, charsets)
     if kind in _OF_NAMES:
         return _names(column, charsets.name(collation))
@@ -165,10 +165,10 @@ def _text(prefix: int, fixed: int, collation: int, charsets: Charsets) -> _Layou
         return _Layout(prefix, 0, decode)
     if charsets.name(collation) != "binary":
         return None
-    return _Layout(prefix, 0, partial(_padded, fixed, _base64) if fixed else _base64)
+    return _Layout(prefix, 0, partial(_convert_padded, fixed, _base64) if fixed else _base64)
 
 
-def _padded(length: int, convert: Convert, raw: bytes) -> Any:
+def _convert_padded(length: int, convert: Convert, raw: bytes) -> Any:
     """Convert a value of fixed length, of which the log leaves out zeros at the end."""
     return convert(raw.ljust(length, b"\0"))
 

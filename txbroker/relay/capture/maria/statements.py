@@ -61,18 +61,18 @@ class _Token(NamedTuple):
 @lru_cache(maxsize=4)
 def _pattern(mode: int) -> re.Pattern[str]:
     escapes = not mode & _NO_BACKSLASHES
-    text = _quoted("'", escapes)
-    double = _quoted('"', escapes and not mode & _ANSI_QUOTES)
+    text = _quoted_pattern("'", escapes)
+    double = _quoted_pattern('"', escapes and not mode & _ANSI_QUOTES)
     return re.compile(
         # MariaDB takes the exclamation mark out of comments that it does not execute.
         r"/\*M?!(?:\d{5,6})?|/\*.*?\*/|\*/|\#[^\n]*|--(?=\s|\Z)[^\n]*"
-        rf"|(?P<text>{text})|(?P<double>{double})|(?P<quoted>{_quoted('`', False)})"
+        rf"|(?P<text>{text})|(?P<double>{double})|(?P<quoted>{_quoted_pattern('`', False)})"
         r"|(?P<word>[\w$]+)|(?P<sign>\S)",
         re.DOTALL,
     )
 
 
-def _quoted(quote: str, escapes: bool) -> str:
+def _quoted_pattern(quote: str, escapes: bool) -> str:
     inside, escaped = (r"\\", r"|\\.") if escapes else ("", "")
     return f"{quote}(?:[^{quote}{inside}]|{quote}{quote}{escaped})*{quote}"
 
@@ -175,11 +175,11 @@ class _Reading:
                 self._at += 1
         else:
             self._at = 0
-        if self._at < len(self._tokens) and not self._known():
+        if self._at < len(self._tokens) and not self._is_known():
             self._gaps.append(statement_gap(self._captured, self._text))
         return Statement(self._defined, self._truncated, self._gaps)
 
-    def _known(self) -> bool:
+    def _is_known(self) -> bool:
         """Return whether the log shows all rows that it changes, except those found here."""
         if self._take("TRUNCATE"):
             self._take("TABLE")
@@ -207,13 +207,13 @@ class _Reading:
         if self._take("DATABASE", "SCHEMA"):
             self._if_exists()
             schema = self._name()
-            self._moved([each for each in self._captured if each.schema == schema], _REMOVES)
+            self._note_moves([each for each in self._captured if each.schema == schema], _REMOVES)
         elif self._take("TABLE", "TABLES"):
             self._if_exists()
             dropped = self._table()
             while self._take(","):
                 dropped += self._table()
-            self._moved(dropped, _REMOVES)
+            self._note_moves(dropped, _REMOVES)
 
     def _rename(self) -> None:
         if self._take("TABLE", "TABLES"):
@@ -225,7 +225,7 @@ class _Reading:
                 if self._tokens[self._at - 1].text in ("TO", ","):
                     renamed += self._table()
             self._defined = bool(renamed)
-            self._moved(renamed, _MOVES)
+            self._note_moves(renamed, _MOVES)
 
     def _create(self) -> bool:
         replaces = self._take("OR") and self._take("REPLACE")
@@ -239,7 +239,7 @@ class _Reading:
             return False
         if not temporary:
             self._define(created)
-            self._moved(created if replaces else [], _REMOVES)
+            self._note_moves(created if replaces else [], _REMOVES)
         return True
 
     def _alter(self) -> None:
@@ -250,22 +250,22 @@ class _Reading:
         self._if_exists()
         altered = self._table()
         self._define(altered)
-        self._moved(altered if ignores else [], _REMOVES)
+        self._note_moves(altered if ignores else [], _REMOVES)
         while self._at < len(self._tokens):
             begin = self._at
             if self._take("TRUNCATE", "DROP") and self._take("PARTITION"):
-                self._moved(altered, _REMOVES, "partitions")
+                self._note_moves(altered, _REMOVES, "partitions")
             elif self._take("EXCHANGE", "CONVERT"):
                 if self._take("PARTITION", "TABLE"):
-                    self._moved(altered + self._of_partition(), _MOVES, "partitions")
+                    self._note_moves(altered + self._of_partition(), _MOVES, "partitions")
             elif self._take("DISCARD", "IMPORT"):
                 moves = self._take("TABLESPACE", "PARTITION")
-                self._moved(altered if moves else [], _MOVES)
+                self._note_moves(altered if moves else [], _MOVES)
             elif self._take("RENAME") and not self._take("COLUMN", "INDEX", "KEY"):
                 self._take("TO", "AS", "=")
                 renamed = altered + self._table()
                 self._defined = bool(renamed)
-                self._moved(renamed, _MOVES)
+                self._note_moves(renamed, _MOVES)
             self._at = max(self._at, begin + 1)
 
     def _of_partition(self) -> list[CapturedTable]:
@@ -283,7 +283,7 @@ class _Reading:
         for table in tables:
             self._gaps += _gaps_of(table, self._words())
 
-    def _moved(
+    def _note_moves(
         self,
         tables: Sequence[CapturedTable],
         operations: frozenset[Operation],

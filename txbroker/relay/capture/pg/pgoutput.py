@@ -277,7 +277,7 @@ class Decoder:
                 self._parent = None
             return _DECODERS[kind](self, data, at + 1)
         except (LookupError, ValueError, struct.error) as error:
-            raise _malformed(data, at, error) from error
+            raise _error_of(data, at, error) from error
 
     def skip(self, data: bytes, at: int) -> None:
         """Pass over a message that describes no table."""
@@ -460,7 +460,7 @@ def _expect(met: bool, what: str) -> None:
         raise ValueError(f"expected {what}")
 
 
-def _malformed(data: bytes, at: int, error: Exception) -> PgoutputError:
+def _error_of(data: bytes, at: int, error: Exception) -> PgoutputError:
     kind = chr(data[at]) if at < len(data) else ""
     cause = f"unknown {error}" if isinstance(error, LookupError) else str(error)
     return PgoutputError(

@@ -86,7 +86,7 @@ class PgStream:
             cursor = await self._connection.execute("IDENTIFY_SYSTEM")
             row = await cursor.fetchone()
         except Exception as error:
-            raise self._explained(error) from error
+            raise self._explain(error) from error
         self._timeline = int(row[1])
         return System(str(row[0]), self._timeline, parse_lsn(row[2]))
 
@@ -105,7 +105,7 @@ class PgStream:
             cursor = await self._connection.execute(f"TIMELINE_HISTORY {self._timeline}")
             row = await cursor.fetchone()
         except Exception as error:
-            raise self._explained(error) from error
+            raise self._explain(error) from error
         content = row[1].decode() if isinstance(row[1], bytes) else str(row[1])
         for line in content.splitlines():
             fields = line.split()
@@ -127,7 +127,7 @@ class PgStream:
         try:
             await self._connection.execute(sql)
         except Exception as error:
-            raise self._explained(error) from error
+            raise self._explain(error) from error
         self._libpq = self._connection.pgconn
         self.wal_end = self.flushed = lsn
 
@@ -146,12 +146,12 @@ class PgStream:
                     libpq.consume_input()
                     size, view = libpq.get_copy_data(1)
             except Exception as error:
-                raise self._explained(error) from error
+                raise self._explain(error) from error
             if size == 0:
                 self.read_s = time.monotonic()
                 return None
             if size < 0:
-                raise self._ended()
+                raise self._end_error()
             self._silent_since_s = None
             frame = bytes(view)
             if frame[0] == _DATA:
@@ -181,7 +181,7 @@ class PgStream:
         try:
             socket = self._libpq.socket
         except Exception as error:
-            raise self._explained(error) from error
+            raise self._explain(error) from error
         self._waiter = self._loop.create_future()
         self._loop.add_reader(socket, self.wake)
         try:
@@ -212,7 +212,7 @@ class PgStream:
             self._libpq.put_copy_data(status)
             self._libpq.flush()
         except Exception as error:
-            raise self._explained(error) from error
+            raise self._explain(error) from error
 
     async def close(self) -> None:
         """Close the connection."""
@@ -222,13 +222,13 @@ class PgStream:
 
     # --- errors ------------------------------------------------------------------------------
 
-    def _ended(self) -> TxbrokerError:
+    def _end_error(self) -> TxbrokerError:
         result = self._libpq.get_result()
         text = result.error_message.decode(errors="replace") if result is not None else ""
         code = result.error_field(ord("C")) if result is not None else None
         return self._refusal((code or b"").decode(), " ".join(text.split()))
 
-    def _explained(self, error: Exception) -> BaseException:
+    def _explain(self, error: Exception) -> BaseException:
         """Return the error to raise for one of the driver; others as they are."""
         if not hasattr(error, "sqlstate"):
             return error
