@@ -175,6 +175,7 @@ check: $(VENV)/.dev ## Check limits, words, links, docs and the public surface (
 docs: $(VENV)/.dev ## Renew the reference pages, the dashboard, and schema and table of the chart's values, which code makes
 	@$(BIN)/python -m txbroker.proxy.reference
 	@$(BIN)/python docs/states.py
+	@$(BIN)/python docs/diagnoses.py
 	@$(BIN)/python -m txbroker.cli.reference > docs/reference/cli.md
 	@$(BIN)/python -m tests.faults.crash_cases > docs/reference/failpoints.md
 	@$(BIN)/python -m tests.faults.cluster.runs_table docs/reference/fault-runs.jsonl > docs/reference/fault-runs.md

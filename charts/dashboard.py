@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
 
+from txbroker.diagnosis.limits import LIMITS
+
 Json = dict[str, Any]
 
 SOURCE: Json = {"type": "prometheus", "uid": "${datasource}"}
@@ -298,7 +300,7 @@ OVERVIEW = [
         "Age of the oldest undecided transaction.",
         or_zero(f"max({own('pending_oldest_age_seconds')})"),
         "s",
-        red_from=900,
+        red_from=LIMITS.pending_age_s,
     ),
     stat("Parked", "Waiting for an operator.", or_zero(f"sum({own('parked')})"), red_from=1),
     stat(
@@ -313,7 +315,7 @@ OVERVIEW = [
         f"min({own('half_retention_headroom_seconds')} / {own('half_retention_seconds')})"
         f" or count({own('build_info')}) ^ 0",
         "percentunit",
-        red_below=0.4,
+        red_below=LIMITS.headroom_share,
     ),
     stat(
         "Audit drift",
@@ -392,7 +394,7 @@ GROUPS = [
         "Age of the oldest undecided transaction.",
         "s",
         f"max by (group) ({own('pending_oldest_age_seconds', GROUP)})",
-        red_from=900,
+        red_from=LIMITS.pending_age_s,
     ),
     by(
         "group",
@@ -638,7 +640,7 @@ AUDIT = [
             ),
         ),
         unit="s",
-        red_from=2 * 86400,
+        red_from=LIMITS.audit_s,
     ),
     lines(
         "Lag of the streaming audit",

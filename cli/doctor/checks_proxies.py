@@ -25,9 +25,11 @@ from txbroker.cli.doctor.subject import (
 )
 from txbroker.cli.output import duration
 from txbroker.config.settings import Settings
-from txbroker.contract.audit import AuditNews, decode_news
-from txbroker.contract.service import GroupOverview, PartitionState
+from txbroker.contract.audit import STREAM_KEY, AuditNews, decode_news
+from txbroker.contract.service import GroupOverview, Overview, PartitionState
 from txbroker.core.decoding import Malformed, NewerVersion
+from txbroker.diagnosis import table
+from txbroker.diagnosis.overview import failing, growing, slow, stalled
 from txbroker.kafka.tools.examination import OpenTransaction
 
 TESTS_PARALLEL = 8
@@ -35,6 +37,7 @@ TESTS_PARALLEL = 8
 TESTS_S = 12.0
 """Time for all test calls; those not made in time are reported."""
 _DENIED = frozenset({401, 403})
+_INCOMPLETE = unknown("some half partitions are not reported")
 
 proxies_book = CheckRegistry(Section.PROXIES, needs=("proxies-ready",))
 groups_book = CheckRegistry(Section.GROUPS, needs=("proxies-ready",))
@@ -44,7 +47,7 @@ groups_book = CheckRegistry(Section.GROUPS, needs=("proxies-ready",))
     "the proxies are ready",
     hint="A proxy's log and `/readyz` have the reason; it needs Kafka, its topics and its "
     "partitions. Name proxies by --url and --proxy.",
-    doc="docs/runbooks/TxBrokerNotReady.md",
+    doc=table.PROXY_NOT_READY.runbook,
     reaches=True,
 )
 async def proxies_ready(subject: Subject) -> Finding:
@@ -150,15 +153,20 @@ async def proxies_version(subject: Subject) -> Finding:
     return fine(next(iter(by_version), "none reported"))
 
 
+@proxies_book.diagnosis(table.PREPARE_SLOW)
+async def proxies_latency(subject: Subject) -> Finding:
+    overview = await subject.overview()
+    lines = [
+        f"{one.url}: 1 % take longer than {one.prepare_p99_s:.1f} s"
+        for one in slow(overview, subject.limits)
+    ]
+    return _warned(overview, "some are not", lines)
+
+
 # --- groups ----------------------------------------------------------------------------------
 
 
-@groups_book.check(
-    "every producer group can be checked",
-    hint="Start an instance of the group with a check function, or correct the registered check "
-    "URL: address, certificate, secret. `txbroker groups show NAME` shows it.",
-    doc="docs/runbooks/TxBrokerGroupUnreachable.md",
-)
+@groups_book.diagnosis(table.GROUP_UNREACHABLE)
 async def groups_reachable(subject: Subject) -> Finding:
     """Whether each group has a connected instance or answers a test call, which is no check."""
     groups = {one.group: one for one in await subject.groups()}
@@ -227,6 +235,34 @@ async def _test_calls(
     return made
 
 
+@groups_book.diagnosis(table.CHECKS_FAILING)
+async def groups_answering(subject: Subject) -> Finding:
+    overview = await subject.overview()
+    lines = [
+        f"{one.group}: {one.checks.counts.undecided} in 15 minutes"
+        + (f", the last: {last.answer}" if (last := one.checks.undecided) else "")
+        for one in failing(overview, subject.limits)
+    ]
+    return _warned(overview, "some bring no decision", lines)
+
+
+@groups_book.diagnosis(table.PENDING_GROWING)
+async def groups_deciding(subject: Subject) -> Finding:
+    overview = await subject.overview()
+    lines = [
+        f"{one.group}: {one.pending} pending, {one.pending_growth_per_s:.1f} more a second"
+        for one in growing(overview, subject.limits)
+    ]
+    return _warned(overview, "some do not", lines)
+
+
+def _warned(overview: Overview, found: str, lines: list[str]) -> Finding:
+    """Return the finding of a condition over the overview that is at most a warning."""
+    if lines:
+        return judged(CheckLevel.WARNING, found, lines)
+    return fine("all") if overview.complete else _INCOMPLETE
+
+
 @groups_book.check(
     "the proxies can use every group's registration",
     hint="Correct the registration as its details require, or allow it on every proxy: "
@@ -270,7 +306,6 @@ def _since(seen: GroupOverview | None, now_s: float) -> str:
 # --- transactions ------------------------------------------------------------------------------
 
 
-_INCOMPLETE = unknown("some half partitions are not reported")
 _OTHER = "other"
 """The label of values beyond a metric's label limit."""
 
@@ -278,12 +313,7 @@ transactions_book = CheckRegistry(Section.TRANSACTIONS, needs=("proxies-ready",)
 kafka_book = CheckRegistry(Section.TRANSACTIONS, needs=("kafka-reachable",))
 
 
-@transactions_book.check(
-    "no transaction is undecided for too long",
-    hint="List them with `txbroker tx list --state pending`, and find out why the group's "
-    "check fails.",
-    doc="docs/runbooks/TxBrokerPendingTooOld.md",
-)
+@transactions_book.diagnosis(table.PENDING_TOO_OLD)
 async def pending_age(subject: Subject) -> Finding:
     overview, registered = await asyncio.gather(subject.overview(), subject.groups())
     policies = {one.group: one for one in registered}
@@ -320,20 +350,13 @@ def _given(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-@transactions_book.check(
-    "committed messages become visible",
-    hint="Find the cause: the checks hanging-transactions and topics-in-sync, then the "
-    "owner's log.",
-    doc="docs/runbooks/TxBrokerPromotionStalled.md",
-)
+@transactions_book.diagnosis(table.PROMOTION_STALLED)
 async def promotion(subject: Subject) -> Finding:
     overview = await subject.overview()
-    limit_s = subject.limits.promotion_s
     lines = [
         f"partition {one.partition} ({one.owner}): {one.committed or 0} waiting, the oldest for "
-        f"{duration(one.oldest_committed_age_s)}"
-        for one in overview.partitions
-        if one.oldest_committed_age_s is not None and one.oldest_committed_age_s > limit_s
+        f"{duration(one.oldest_committed_age_s or 0.0)}"
+        for one in stalled(overview, subject.limits)
     ]
     if lines:
         return judged(CheckLevel.FAILS, "some wait too long", lines)
@@ -343,12 +366,7 @@ async def promotion(subject: Subject) -> Finding:
     return fine(f"{waiting} in progress")
 
 
-@transactions_book.check(
-    "no transaction waits for an operator's decision",
-    hint="`txbroker tx list --state parked`, find out each one's outcome, then commit, roll back "
-    "or revive it.",
-    doc="docs/runbooks/TxBrokerParking.md",
-)
+@transactions_book.diagnosis(table.PARKING)
 async def parked(subject: Subject) -> Finding:
     overview = await subject.overview()
     total = sum(one.parked or 0 for one in overview.partitions)
@@ -360,12 +378,7 @@ async def parked(subject: Subject) -> Finding:
     return judged(CheckLevel.WARNING, f"{total} are parked, whole and decidable", lines)
 
 
-@transactions_book.check(
-    "every target topic accepts committed messages",
-    hint="`txbroker tx list --state refused` and `tx show` show the cause; repair the topic, then "
-    "revive.",
-    doc="docs/runbooks/TxBrokerRefusing.md",
-)
+@transactions_book.diagnosis(table.REFUSING)
 async def refused(subject: Subject) -> Finding:
     overview = await subject.overview()
     total = sum(one.refused or 0 for one in overview.partitions)
@@ -446,12 +459,7 @@ def _open(one: OpenTransaction, now_s: float) -> str:
     return f"{line}: its coordinator has it as ended, but it is open from offset {one.first} on"
 
 
-@transactions_book.check(
-    "retention removes no undecided transaction",
-    hint="Decide the oldest ones now, or raise retention.ms of the half topic (and of the "
-    "operation topic) before it is too late.",
-    doc="docs/runbooks/TxBrokerHalfRetentionAtRisk.md",
-)
+@transactions_book.diagnosis(table.HALF_RETENTION_AT_RISK)
 async def retention_headroom(subject: Subject) -> Finding:
     metrics = await subject.metrics()
     seen = [one for one in metrics.values() if isinstance(one, Samples)]
@@ -470,12 +478,7 @@ async def retention_headroom(subject: Subject) -> Finding:
     return fine(f"{duration(left_s)} until it would remove one without a copy")
 
 
-@transactions_book.check(
-    "no undecided transaction was lost",
-    hint="Ask the producers named in the log for the outcome of these transactions; their messages "
-    "are gone. Find out who shortened the half topic's retention.",
-    doc="docs/runbooks/TxBrokerUndecidedLost.md",
-)
+@transactions_book.diagnosis(table.UNDECIDED_LOST)
 async def undecided_lost(subject: Subject) -> Finding:
     metrics = await subject.metrics()
     seen = {url: one for url, one in metrics.items() if isinstance(one, Samples)}
@@ -494,12 +497,7 @@ async def undecided_lost(subject: Subject) -> Finding:
 audit_book = CheckRegistry(Section.AUDIT, needs=("kafka-reachable",))
 
 
-@audit_book.check(
-    "an audit has run recently",
-    hint="Run `txbroker audit run` every night, or keep `txbroker audit stream` running. The "
-    "runbook has how to remove one that is no longer needed.",
-    doc="docs/runbooks/TxBrokerAuditStale.md",
-)
+@audit_book.diagnosis(table.AUDIT_STALE)
 async def audit_fresh(subject: Subject) -> Finding:
     news = await _news(subject)
     if not news:
@@ -513,11 +511,17 @@ async def audit_fresh(subject: Subject) -> Finding:
     return judged(CheckLevel.WARNING, text, others)
 
 
-@audit_book.check(
-    "the audits found no drift",
-    hint="`txbroker audit show` names the transactions; only `late` may disappear without action.",
-    doc="docs/runbooks/TxBrokerAuditDrift.md",
-)
+@audit_book.diagnosis(table.STREAM_LAGGING)
+async def audit_stream(subject: Subject) -> Finding:
+    stream = (await _news(subject)).get(STREAM_KEY)
+    if stream is None:
+        return fine("there is none")
+    lag_s = subject.now_s() - stream.ended_ms / 1000
+    text = f"it has judged what happened until {duration(lag_s)} ago"
+    return fine(text) if lag_s <= subject.limits.stream_s else judged(CheckLevel.WARNING, text)
+
+
+@audit_book.diagnosis(table.AUDIT_DRIFT)
 async def audit_drift(subject: Subject) -> Finding:
     news = await _news(subject)
     lines = [
@@ -532,11 +536,7 @@ async def audit_drift(subject: Subject) -> Finding:
     return fine(f"none in {judged_ones} transactions" if news else "no audit has run yet")
 
 
-@audit_book.check(
-    "the checks of the audits hold",
-    hint="`txbroker audit show last` has the values and their limits.",
-    doc="docs/runbooks/TxBrokerAuditCheckFailed.md",
-)
+@audit_book.diagnosis(table.CHECK_FAILED)
 async def audit_checks(subject: Subject) -> Finding:
     checks = [check for one in (await _news(subject)).values() for check in one.checks]
     failed = [f"{check.name} ({check.severity})" for check in checks if not check.ok]

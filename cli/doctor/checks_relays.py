@@ -17,6 +17,7 @@ from txbroker.cli.doctor.outbox import OutboxFacts
 from txbroker.cli.doctor.subject import Subject
 from txbroker.databases.outbox.rows import MESSAGE_BYTES_MAX
 from txbroker.databases.outbox.table import LOCAL_COMMIT, MESSAGE_ERROR, UNKNOWN
+from txbroker.diagnosis import table
 from txbroker.relay.capture.setup import StepState
 
 _PACKET_BYTES_MIN = 2 * MESSAGE_BYTES_MAX
@@ -49,7 +50,7 @@ async def relays_versions(subject: Subject) -> Finding:
 @book.check(
     "a relay runs for each shard",
     hint="Start one with `txbroker outbox relay URL`, or `Relay` in a service.",
-    doc="docs/runbooks/TxBrokerRelayStalled.md",
+    doc=table.RELAY_STALLED.runbook,
 )
 async def relays_running(subject: Subject) -> Finding:
     """Whether every shard has an owner; with rows that wait for one it fails."""
@@ -62,11 +63,7 @@ async def relays_running(subject: Subject) -> Finding:
     return _graded(fails, free, f"{len(free)} of {outbox.shards} shards have no owner", lines)
 
 
-@book.check(
-    "committed rows are delivered",
-    hint="Correct what the causes name; without one, read the relay's log.",
-    doc="docs/runbooks/TxBrokerRelayStalled.md",
-)
+@book.diagnosis(table.RELAY_STALLED)
 async def relays_waiting(subject: Subject) -> Finding:
     outbox = await subject.outbox()
     found, age_s = _rows(outbox, LOCAL_COMMIT, "wait")
@@ -83,12 +80,7 @@ async def relays_undecided(subject: Subject) -> Finding:
     return _graded(False, age_s > subject.limits.undecided_s, found)
 
 
-@book.check(
-    "no row is given up",
-    hint="`txbroker outbox list URL --state MESSAGE_ERROR` shows the causes; then `txbroker outbox "
-    "retry`.",
-    doc="docs/runbooks/TxBrokerRelayErrors.md",
-)
+@book.diagnosis(table.RELAY_ERRORS)
 async def relays_errors(subject: Subject) -> Finding:
     outbox = await subject.outbox()
     found, _age_s = _rows(outbox, MESSAGE_ERROR, f"are in the state {MESSAGE_ERROR}")

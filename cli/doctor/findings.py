@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from txbroker.diagnosis.rows import Diagnosis
+
 if TYPE_CHECKING:
     from txbroker.cli.doctor.subject import Subject
 
@@ -108,6 +110,11 @@ class CheckRegistry:
             return look
 
         return register
+
+    def diagnosis(self, row: Diagnosis) -> Callable[[Look], Look]:
+        """Return the decorator that registers a function as the check for a condition."""
+        hint = f"Run `{row.show}`. {row.todo}" if row.show else row.todo
+        return self.check(row.holds, hint=hint, doc=row.runbook)
 
 
 def unknown(why: str, details: Sequence[str] = ()) -> Finding:

@@ -20,6 +20,7 @@ from txbroker.cli.doctor.outbox import OutboxFacts, RelayTargets, outbox_facts, 
 from txbroker.config.settings import Settings
 from txbroker.contract.service import Overview
 from txbroker.databases.database import Database
+from txbroker.diagnosis.limits import LIMITS, DiagnosisLimits
 from txbroker.door.consuming import TopicSpec
 from txbroker.errors import NotPermitted
 from txbroker.kafka.tools.examination import BrokerFacts, ClusterFacts, KafkaExamination
@@ -257,30 +258,6 @@ def read_samples(text: str) -> Samples:
     return Samples(samples)
 
 
-class DoctorThresholds(Struct, frozen=True):
-    """Limits beyond which a check fails or warns. The alerts use the same.
-
-    Attributes:
-        clocks_s: difference between clocks.
-        pending_windows: age of an undecided transaction, in check windows.
-        promotion_s: time from a commit until the messages are visible.
-        transaction_s: duration of a Kafka transaction; longer than any promotion transaction.
-        headroom_share: share of half's retention left for messages without a copy.
-        audit_s: age of the newest audit.
-        relay_s: age of a committed row of an outbox.
-        undecided_s: age of an undecided one.
-    """
-
-    clocks_s: float = 1.0
-    pending_windows: float = 2.0
-    promotion_s: float = 60.0
-    transaction_s: float = 60.0
-    headroom_share: float = 0.4
-    audit_s: float = 2 * 86400.0
-    relay_s: float = 60.0
-    undecided_s: float = 900.0
-
-
 class Subject:
     """One installation at one moment; each fact is read once."""
 
@@ -289,7 +266,7 @@ class Subject:
         settings: Settings,
         kafka: KafkaExamination,
         proxies: HttpProxies,
-        limits: DoctorThresholds | None = None,
+        limits: DiagnosisLimits = LIMITS,
         now_s: Callable[[], float] = time.time,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
         relays: RelayTargets | None = None,
@@ -297,7 +274,7 @@ class Subject:
         self.settings = settings
         self.kafka = kafka
         self.proxies = proxies
-        self.limits = limits or DoctorThresholds()
+        self.limits = limits
         self.now_s = now_s
         self.pause = pause
         self._relays = relays or RelayTargets()

@@ -10,6 +10,7 @@ import msgspec
 from txbroker.cli.client import ApiClient, ApiError, client_options
 from txbroker.cli.options import SectionedCommand
 from txbroker.cli.output import (
+    Row,
     TableColumn,
     clock,
     duration,
@@ -24,9 +25,8 @@ from txbroker.cli.output import (
 )
 from txbroker.cli.run import is_utf8
 from txbroker.cli.watching import EVERY_MIN_S, EVERY_S, draw_again, draws, write_again
-from txbroker.contract.service import CheckCounts
-
-Overview = dict[str, Any]
+from txbroker.contract.service import CheckCounts, Overview
+from txbroker.diagnosis.table import problems_of
 
 GROUPS_SHOWN = 15
 PAST_S = (900, 300)
@@ -143,18 +143,19 @@ PROXIES = (
 def command(client: ApiClient, output: str, once: bool, every_s: float) -> None:
     """Show the state of an installation, refreshed until Ctrl-C.
 
-    Shows rates over the last ten seconds; the last quarter of an hour as sparklines; groups, those
-    that need an operator first; half partitions with their owners; proxies. Without a terminal the
-    output is appended; with -o json it is one line each time, without sparklines.
+    Shows rates over the last ten seconds; the names of the alerts whose reason is there; the last
+    quarter of an hour as sparklines; groups, those that need an operator first; half partitions
+    with their owners; proxies. Without a terminal the output is appended; with -o json it is one
+    line each time, without sparklines.
     """
 
-    def query() -> Overview:
+    def query() -> Row:
         overview = dict(client.get("overview"))
         if output in ("table", "wide"):
             overview["past"] = _past(client)
         return overview
 
-    def lines(overview: Overview) -> list[str]:
+    def lines(overview: Row) -> list[str]:
         return list(_lines(overview, str(client), output == "wide"))
 
     if once:
@@ -169,7 +170,7 @@ def command(client: ApiClient, output: str, once: bool, every_s: float) -> None:
         write_again(query, lambda overview: _write(overview, lines, output), every_s)
 
 
-def _write(overview: Overview, lines: Callable[[Overview], list[str]], output: str) -> None:
+def _write(overview: Row, lines: Callable[[Row], list[str]], output: str) -> None:
     if output == "json":
         click.echo(json_text(overview))
     elif output == "yaml":
@@ -180,7 +181,7 @@ def _write(overview: Overview, lines: Callable[[Overview], list[str]], output: s
     sys.stdout.flush()
 
 
-def _lines(overview: Overview, where: str, wide: bool) -> Iterator[str]:
+def _lines(overview: Row, where: str, wide: bool) -> Iterator[str]:
     partitions, proxies = overview["partitions"], overview["proxies"]
     partial = any(row.get("pending") is None for row in partitions) or not all(
         proxy["reached"] for proxy in proxies
@@ -209,6 +210,10 @@ def _lines(overview: Overview, where: str, wide: bool) -> Iterator[str]:
     if refused:
         shown = [f"by {printable(topic)} {count:,}" for topic, count in refused.items()]
         yield from _packed("refused ", shown, width)
+    problems = problems_of(msgspec.convert(overview, Overview))
+    trouble = list(dict.fromkeys(words for words, _group in problems))
+    if trouble:
+        yield from _packed("trouble ", trouble, width)
     yield ""
     shown_groups = groups if wide else groups[:GROUPS_SHOWN]
     left_out: dict[str, None] = {}

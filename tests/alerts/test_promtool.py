@@ -55,7 +55,7 @@ CHANGES = {
     "< 0.4 *": "< 0.2 *",
     "(txbroker_audit_drift) > 0": "(txbroker_audit_drift) > 3",
     '{severity="critical"}) > 0': '{severity="critical"}) > 1',
-    "> 2 * 86400": "> 3 * 86400",
+    "> 172800": "> 259200",
     "> 300\n": "> 3000\n",
     "unfinished_seconds) > 900": "unfinished_seconds) > 9000",
     "(txbroker_consumer_aside_keys) > 0": "(txbroker_consumer_aside_keys) > 3",

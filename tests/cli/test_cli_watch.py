@@ -223,6 +223,7 @@ def test_top_once(call: Call, stub: Stub) -> None:
     )
     assert "prepared at least 1,200.4/s  decided at least 3.1/s  promoted -" in lines[2]
     assert "t 1" in lines[3]
+    assert lines[4] == "trouble Not ready  Refusing  Parking  Group unreachable"
     text = shown.out
     assert re.search(r"^orders +10,000\+ +3\+ +2m05s +2 +-$", text, re.M)
     assert re.search(r"^x\ufffd\[2J .* unreachable for \d+d.*: no\ufffdroute$", text, re.M)

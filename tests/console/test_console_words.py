@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from msgspec import structs
 
 from txbroker.contract.service import (
@@ -21,9 +20,10 @@ from txbroker.contract.service import (
     PartitionState,
     ProxyOverview,
 )
+from txbroker.diagnosis.table import DIAGNOSES
 from txbroker.errors import RequestError
 from txbroker.proxy.console import formatting as shown
-from txbroker.proxy.console.concerns import NOT_HERE, Severity, concerns_of
+from txbroker.proxy.console.concerns import SHOWN, concerns_of
 from txbroker.proxy.console.filters import PAGE_ROWS_MAX, read_listing
 from txbroker.proxy.console.formatting import (
     BODY_CHARS_MAX,
@@ -159,10 +159,8 @@ def test_each_partition_state_has_wording_and_next_step(state: str) -> None:
     assert concern.title.startswith("Half partition 0 ")
     assert concern.title.split()[3] not in ("are", "have", "wait")
     assert concern.detail == "because"
-    assert concern.todo
-    assert concern.severity is (
-        Severity.WARN if state in ("claiming", "replaying", "suspended") else Severity.BAD
-    )
+    assert concern.diagnosis.todo
+    assert concern.diagnosis.act == (state not in ("claiming", "replaying", "suspended"))
 
 
 def test_worst_concerns_come_first() -> None:
@@ -175,12 +173,7 @@ def test_worst_concerns_come_first() -> None:
         ),
     )
     concerns = concerns_of(found)
-    assert [c.severity for c in concerns] == [
-        Severity.BAD,
-        Severity.WARN,
-        Severity.WARN,
-        Severity.WARN,
-    ]
+    assert [c.diagnosis.act for c in concerns] == [True, False, False, False]
     assert "2 parked transactions need" in concerns[0].title
     assert concerns[0].detail == "Group stuck."
     away = next(c for c in concerns if "away" in c.title)
@@ -269,26 +262,28 @@ WARNINGS = {
 def test_reason_of_each_alert_is_a_concern(name: str) -> None:
     planted, wording = PLANTED[name]
     (concern,) = concerns_of(planted)
-    assert concern.alert == f"TxBroker{name.partition(' ')[0]}"
+    assert concern.diagnosis.alert == name.partition(" ")[0]
     text = f"{concern.title} {concern.detail}".replace("\N{NO-BREAK SPACE}", " ")
     assert wording in text
-    assert concern.todo
+    assert concern.diagnosis.todo
     assert concern.links or "Audit" in name
-    assert (concern.severity is Severity.WARN) == (name in WARNINGS)
+    assert concern.diagnosis.act == (name not in WARNINGS)
 
 
-def test_every_alert_has_a_concern_or_a_place_to_look() -> None:
-    groups = yaml.safe_load((ROOT / "charts/txbroker/files/alerts.yaml").read_text())["groups"]
-    alerts = {rule["alert"] for group in groups for rule in group["rules"]}
-    shown = {f"TxBroker{name.partition(' ')[0]}" for name in PLANTED}
-    assert shown | NOT_HERE.keys() == alerts
-    assert not shown & NOT_HERE.keys()
+def test_every_condition_is_shown_or_a_command_shows_it() -> None:
+    shown = {one for one in DIAGNOSES if one.find}
+    assert SHOWN.keys() == shown
+    assert {one.alert for one in shown} == {name.partition(" ")[0] for name in PLANTED}
     page = (ROOT / "docs/operate/console.md").read_text()
-    rows = re.findall(r"^\| \[(TxBroker\w+)\]\(../runbooks/\1\.md\) \| (.+) \|$", page, re.M)
-    assert {name for name, _ in rows} == alerts
-    texts = dict(rows)
-    for name, where in NOT_HERE.items():
-        assert re.findall(r"`.+`", where)[0] in texts[name]
+    row = r"^\| \[(TxBroker\w+)\]\(../runbooks/\1\.md\) \| (.+) \|$"
+    texts = dict(re.findall(row, page, re.M))
+    assert texts.keys() == {one.name for one in DIAGNOSES}
+    for one in DIAGNOSES:
+        if one not in shown:
+            assert f"`{one.show}`" in texts[one.name]
+        elif one.alert != "NotReady":
+            titles = [re.sub(r"{\w+}", "…", text) for text in (one.title.several, one.title.one)]
+            assert any(title and title in texts[one.name] for title in titles)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +315,7 @@ def test_silent_kafka_is_the_headline_and_takes_the_place_of_not_ready() -> None
         "Kafka has not answered the proxy at http://b:1 for half partition 2 since "
         "1970-01-01 00:00:00 UTC"
     )
-    assert (concern.headline, concern.detail) == (True, "lost contact")
+    assert (concern.diagnosis.headline, concern.detail) == (True, "lost contact")
 
 
 def test_sums_of_unknown_counts_are_no_zeros() -> None:

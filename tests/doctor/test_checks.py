@@ -15,7 +15,7 @@ from txbroker.cli.doctor.findings import CheckLevel
 from txbroker.cli.doctor.subject import ReadyAnswer, RegisteredGroup, TestCall, Unavailable
 from txbroker.contract.audit import AuditNews, CheckNews, encode_news
 from txbroker.contract.drift import Severity
-from txbroker.contract.service import GroupOverview
+from txbroker.contract.service import CheckCounts, CheckReport, GroupChecks, GroupOverview
 from txbroker.core.records import Record
 from txbroker.door.own_topics import Stop
 from txbroker.errors import ConfigurationError, KafkaUnavailable
@@ -426,7 +426,9 @@ async def test_check_policy_of_the_group_counts(
     assert level is OK or "group orders: 20 pending, the oldest for 1h00m" in found.details[0]
 
 
-@pytest.mark.parametrize("check", ["pending-age", "promotion", "parked", "refused"])
+@pytest.mark.parametrize(
+    "check", ["pending-age", "promotion", "parked", "refused", "groups-deciding"]
+)
 async def test_partitions_that_are_not_reported_are_unknown(world: World, check: str) -> None:
     world.proxies.view = structs.replace(world.proxies.seen, complete=False)
     world.proxies.partition(2, pending=None, oldest_pending_age_s=None)
@@ -448,6 +450,37 @@ async def test_parked_transactions_are_a_warning(world: World) -> None:
     found = await world.outcome("parked")
     assert (found.level, found.details) == (WARNING, ("group shop: 3",))
     assert "tx list --state parked" in found.hint
+
+
+async def test_slow_prepares_are_a_warning(world: World) -> None:
+    world.proxies.proxy(TWO, prepare_p99_s=1.0)
+    assert (await world.outcome("proxies-latency")).level is OK
+    world.proxies.proxy(TWO, prepare_p99_s=1.1)
+    assert await world.seen("proxies-latency") == (
+        WARNING,
+        (f"{TWO}: 1 % take longer than 1.1 s",),
+    )
+
+
+async def test_checks_without_a_decision_are_a_warning(world: World) -> None:
+    last = CheckReport("id", 1, "http://e/check", "unclear", "answered 500")
+    world.proxies.group("orders", checks=GroupChecks(CheckCounts(commit=2, unclear=2), last))
+    assert (await world.outcome("groups-answering")).level is OK
+    world.proxies.group("orders", checks=GroupChecks(CheckCounts(commit=2, unclear=3), last))
+    assert await world.seen("groups-answering") == (
+        WARNING,
+        ("orders: 3 in 15 minutes, the last: answered 500",),
+    )
+
+
+async def test_growing_group_is_a_warning(world: World) -> None:
+    world.proxies.group("orders", pending=1000, pending_growth_per_s=9.0)
+    assert (await world.outcome("groups-deciding")).level is OK
+    world.proxies.group("orders", pending=1001, pending_growth_per_s=0.6)
+    assert await world.seen("groups-deciding") == (
+        WARNING,
+        ("orders: 1001 pending, 0.6 more a second",),
+    )
 
 
 async def test_refused_transactions_fail(world: World) -> None:
@@ -544,6 +577,14 @@ async def test_recent_stream_does_not_hide_old_batch(world: World) -> None:
     found = await world.outcome("audit-fresh")
     assert (found.level, found.details) == (WARNING, ("stream r1 is newer",))
     assert "the newest (full, r1) ended 3d" in found.found
+
+
+@pytest.mark.parametrize(("lag_s", "level"), [(300, OK), (301, WARNING)])
+async def test_lagging_stream_is_a_warning(world: World, lag_s: int, level: CheckLevel) -> None:
+    world.kafka.news = {"batch": news()}
+    assert (await world.outcome("audit-stream")).found == "there is none"
+    world.kafka.news["stream"] = news(mode="stream", ended_ms=NOW_MS - lag_s * 1000)
+    assert (await world.outcome("audit-stream")).level is level
 
 
 async def test_drift_of_any_audit_fails(world: World) -> None:

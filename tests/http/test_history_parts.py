@@ -22,12 +22,11 @@ from txbroker.contract.service import (
     HistoryRequest,
     OperatorAction,
 )
-from txbroker.proxy.console.concerns import Concern, Severity
+from txbroker.diagnosis.table import PROXY_WORDS
 from txbroker.proxy.observe.counting import RateCounter
 from txbroker.proxy.observe.history import (
     EVENTS_MAX,
     GROUPS_MAX,
-    STAYING,
     HistorySources,
     ProxyHistory,
     joined_history,
@@ -331,11 +330,10 @@ def test_what_moves_with_a_half_partition_has_neither_begun_nor_ended(idle_s: in
     assert noted(proxy)[-1] == ("problem", "Parking", "g")
 
 
-def test_problems_that_stay_are_named_as_they_are_shown() -> None:
-    alerts = ("NotReady", "PrepareSlow", "UndecidedLost")
-    shown = {str(Concern(Severity.BAD, f"TxBroker{alert}", "", "", "")) for alert in alerts}
-    silent = Concern(Severity.BAD, "TxBrokerNotReady", "", "", "", headline=True)
-    assert shown | {str(silent)} == STAYING
+def test_problems_of_a_proxy_stay_when_half_partitions_move() -> None:
+    assert {
+        "Kafka does not answer", "Not ready", "File not read", "Prepare slow", "Undecided lost",
+    } == PROXY_WORDS  # fmt: skip
 
 
 def test_growth_is_that_of_the_alert() -> None:

@@ -9,6 +9,7 @@ import pytest
 from txbroker.contract.service import (
     INSTANCES_SHOWN_MAX,
     OVERVIEW_GROUPS_MAX,
+    UNREACHABLE,
     GroupOverview,
     Overview,
     PartitionOverview,
@@ -16,7 +17,7 @@ from txbroker.contract.service import (
     Rates,
 )
 from txbroker.proxy.observe.counting import WINDOW_S, RateCounter
-from txbroker.proxy.observe.overview import UNREACHABLE, joined
+from txbroker.proxy.observe.overview import joined
 
 A, B = "http://a:8470", "http://b:8470"
 

@@ -20,6 +20,7 @@ from txbroker.cli.doctor.subject import (
 )
 from txbroker.config.settings import Settings
 from txbroker.contract.service import GroupOverview, Overview, PartitionOverview, ProxyOverview
+from txbroker.diagnosis.limits import DiagnosisLimits
 from txbroker.door.consuming import TopicSpec
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.repair import Found
@@ -258,7 +259,7 @@ class World:
     def __init__(self) -> None:
         self.kafka = FakeKafka()
         self.proxies = FakeProxies()
-        self.limits = DoctorThresholds()
+        self.limits = DiagnosisLimits()
         self.settings = settings()
 
     def subject(self, relays: RelayTargets | None = None) -> Subject:

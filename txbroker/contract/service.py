@@ -246,6 +246,12 @@ class PartitionState(StrEnum):
     """An invariant is broken."""
 
 
+UNREACHABLE = "unreachable"
+"""The state, in an overview, of a half partition whose proxy did not answer."""
+FILE_PROBLEM = "the file of "
+"""How the problem of a proxy's file begins."""
+
+
 class Readiness(Struct, frozen=True):
     """Whether the proxy is ready, and the state of each half partition."""
 
@@ -300,6 +306,11 @@ class PartitionOverview(Struct, frozen=True):
     as_of_ms: int | None = None
 
 
+CHECKS_FAILING_MIN, CHECKS_FAILING_SHARE = 3, 0.5
+"""The checks of a group fail from this number without a decision on, if it is more than this share
+of those that were answered or may have been."""
+
+
 class CheckCounts(Struct, frozen=True):
     """Checks by outcome.
 
@@ -323,10 +334,11 @@ class CheckCounts(Struct, frozen=True):
 
     @property
     def failing(self) -> bool:
-        """Whether the alert TxBrokerChecksFailing would fire, by counts of 15 minutes: more than
-        half of those that were answered or may have been bring no decision, and at least three."""
+        """Whether the alert TxBrokerChecksFailing would fire, by counts of 15 minutes."""
         counted = self.commit + self.rollback + self.undecided
-        return self.undecided >= 3 and self.undecided > counted / 2
+        return (
+            self.undecided >= CHECKS_FAILING_MIN and self.undecided > CHECKS_FAILING_SHARE * counted
+        )
 
 
 class CheckReport(Struct, frozen=True):

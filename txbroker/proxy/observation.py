@@ -7,9 +7,9 @@ from txbroker.checkers.groups import Groups
 from txbroker.checkers.runner import CheckRunner
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.contract.service import CheckReport, GroupChecks, PartitionState
+from txbroker.diagnosis.table import problems_of
 from txbroker.door.protocols import Door
 from txbroker.proxy.cluster.broker import Broker
-from txbroker.proxy.console.concerns import problems_of
 from txbroker.proxy.observe.counting import READ_S
 from txbroker.proxy.observe.gauges import AuditMetrics, PartitionGauges, measure_loop
 from txbroker.proxy.observe.history import Actions, HistorySources, ProxyHistory

@@ -28,6 +28,7 @@ from txbroker.contract.service import (
     Latency,
     OperatorAction,
 )
+from txbroker.diagnosis.table import PROXY_WORDS
 from txbroker.proxy.observe.overview import ObservedPartition, Past, sum_of_checks
 
 SPANS_S = (300, 900, HISTORY_S)
@@ -59,10 +60,6 @@ _LATENCIES = {
     "promotion": "promotion_latency_seconds",
 }
 """The metric of each latency."""
-STAYING = frozenset({"Kafka does not answer", "Not ready", "Prepare slow", "Undecided lost"})
-"""Problems of a proxy, whichever half partitions it has; others move with their transactions."""
-
-
 Actions: TypeAlias = tuple[tuple[OperatorAction, ...], dict[int, int]]
 
 
@@ -348,7 +345,7 @@ class ProxyHistory(Past):
         self._moved_s = self._second
 
     def _note_problems(self, now_ms: int) -> None:
-        # What came or went with half partitions has neither begun nor ended.
+        # What came or went with the transactions of half partitions has neither begun nor ended.
         moved = self._moved_s > self._looked_s
         problems = dict.fromkeys(self._sources.problems())
         for kind, these, others in (
@@ -356,7 +353,7 @@ class ProxyHistory(Past):
             ("solved", self._problems, problems),
         ):
             for text, group in these:
-                if (text, group) not in others and (text in STAYING or not moved):
+                if (text, group) not in others and (text in PROXY_WORDS or not moved):
                     self._note(now_ms, kind, text, group)
         self._problems = problems
 

@@ -13,10 +13,12 @@ from msgspec import Struct, structs
 
 from txbroker import __version__
 from txbroker.contract.service import (
+    FILE_PROBLEM,
     HISTORY_STEPS_S,
     INSTANCES_SHOWN_MAX,
     OVERVIEW_GROUPS_MAX,
     PARKED_ANSWERS_MAX,
+    UNREACHABLE,
     AuditOverview,
     CheckCounts,
     GroupChecks,
@@ -83,10 +85,6 @@ class ObservedBroker(Protocol):
         """Return the problems of txbroker's own topics."""
 
 
-FILE_PROBLEM = "the file of "
-"""How the problem of a file begins."""
-UNREACHABLE = "unreachable"
-"""The state of a half partition whose proxy did not answer."""
 _NOT_OURS = frozenset({PartitionState.ELSEWHERE, PartitionState.NONE})
 
 
