@@ -21,16 +21,17 @@ from txbroker.contract.service import (
     HistoryPoint,
     HistoryRequest,
     OperatorAction,
+    Readiness,
 )
 from txbroker.diagnosis.table import PROXY_WORDS
 from txbroker.proxy.observe.counting import RateCounter
 from txbroker.proxy.observe.history import (
     EVENTS_MAX,
     GROUPS_MAX,
-    HistorySources,
     ProxyHistory,
     joined_history,
 )
+from txbroker.proxy.observe.observed import Observed
 
 START_MS = 1_700_000_000_000
 NAMES = tuple(f"group-{number}" for number in range(GROUPS_MAX + 50))
@@ -47,15 +48,15 @@ class Index:
         return START_MS if self.pending_by_group[group] else None
 
 
-class Proxy:
+class Proxy(Observed):
     """A proxy with one half partition, whose numbers and clock a test sets."""
 
     def __init__(self) -> None:
         self.second = 0
-        self.checks: dict[str, list[int]] = {}
+        self.checked: dict[str, list[int]] = {}
         self.bounds, self.counts = (0.001, 0.01, 0.1), [0, 0, 0, 0]
         self.prepares = [0, 0, 0, 0]
-        self.problems: list[tuple[str, str]] = []
+        self.present: list[tuple[str, str]] = []
         self.index = Index()
         self.rates = RateCounter()
         self.silent_ms: int | None = None
@@ -66,29 +67,35 @@ class Proxy:
         )  # fmt: skip
         self.owners = [self.owner]
         self.half_partitions = 1
-        self.history = ProxyHistory(
-            HistorySources(
-                url=lambda: "http://a:1",
-                now_ms=self.now_ms,
-                owners=lambda: self.owners,
-                half_partitions=lambda: self.half_partitions,
-                checks=self._checks,
-                latencies=lambda: {
-                    "prepare_latency_seconds": (self.bounds, self.prepares),
-                    "decision_latency_seconds": (self.bounds, self.counts),
-                    "promotion_latency_seconds": (self.bounds, [0, 0, 0, 0]),
-                },
-                problems=lambda: self.problems,
-                reports=lambda group, now_ms: (CheckReport("1", now_ms, "e", "commit", group),),
-            )
+        partitions = SimpleNamespace(
+            url="http://a:1",
+            open=lambda: dict(enumerate(self.owners)),
+            assigned=lambda: ("http://a:1",) * self.half_partitions,
         )
+        self.broker: Any = SimpleNamespace(
+            partitions=partitions, now_ms=self.now_ms, readiness=lambda: Readiness(True, {})
+        )
+        self.past = self.history = ProxyHistory(self)
 
     def now_ms(self) -> int:
         return START_MS + self.second * 1000
 
-    def _checks(self) -> dict[str, list[int]]:
-        taken, self.checks = self.checks, {}
+    def take_checks(self) -> dict[str, list[int]]:
+        taken, self.checked = self.checked, {}
         return taken
+
+    def latencies(self) -> dict[str, tuple[tuple[float, ...], list[int]]]:
+        return {
+            "prepare_latency_seconds": (self.bounds, self.prepares),
+            "decision_latency_seconds": (self.bounds, self.counts),
+            "promotion_latency_seconds": (self.bounds, [0, 0, 0, 0]),
+        }
+
+    def problems(self) -> list[tuple[str, str]]:
+        return self.present
+
+    def reports(self, group: str, now_ms: int) -> tuple[CheckReport, ...]:
+        return (CheckReport("1", now_ms, "e", "commit", group),)
 
     def prepare(self, group: str, count: int = 1) -> None:
         self.rates.prepared_by.extend([group] * count)
@@ -288,9 +295,9 @@ def noted(proxy: Proxy) -> list[tuple[str, str, str]]:
 def test_events_begin_and_end() -> None:
     proxy = Proxy()
     proxy.run(6)
-    proxy.problems = [("Checks failing", "g"), ("Not ready", "")]
+    proxy.present = [("Checks failing", "g"), ("Not ready", "")]
     proxy.run(6)
-    proxy.problems = [("Not ready", "")]
+    proxy.present = [("Not ready", "")]
     proxy.run(6)
     proxy.owners = []
     proxy.run(6)
@@ -313,9 +320,9 @@ def test_what_moves_with_a_half_partition_has_neither_begun_nor_ended(idle_s: in
     proxy = Proxy()
     owners, proxy.owners = proxy.owners, []
     proxy.run(idle_s)
-    proxy.owners, proxy.problems = owners, [("Parking", "g"), ("Not ready", "")]
+    proxy.owners, proxy.present = owners, [("Parking", "g"), ("Not ready", "")]
     proxy.run(10)
-    proxy.owners, proxy.problems = [], []
+    proxy.owners, proxy.present = [], []
     proxy.run(10)
     begun, *events = noted(proxy)
     assert begun[0] == "start"
@@ -325,7 +332,7 @@ def test_what_moves_with_a_half_partition_has_neither_begun_nor_ended(idle_s: in
         ("handover", "half partition 0", ""),
         ("solved", "Not ready", ""),
     ]
-    proxy.problems = [("Parking", "g")]
+    proxy.present = [("Parking", "g")]
     proxy.run(10)
     assert noted(proxy)[-1] == ("problem", "Parking", "g")
 
@@ -395,9 +402,9 @@ def busy(proxy: Proxy) -> None:
     """Let something happen in more groups than have a series."""
     for name in NAMES:
         proxy.prepare(name)
-        proxy.checks[name] = [1, 0, 0, 2, 0, 0]
+        proxy.checked[name] = [1, 0, 0, 2, 0, 0]
     proxy.counts[1] += 1
-    proxy.problems = [("x" * 1000 + str(proxy.second), NAMES[0])]
+    proxy.present = [("x" * 1000 + str(proxy.second), NAMES[0])]
 
 
 def test_an_hour_of_many_groups_fits_four_mebibytes() -> None:
@@ -405,7 +412,7 @@ def test_an_hour_of_many_groups_fits_four_mebibytes() -> None:
     proxy = Proxy()
     for proxy.second in range(0, 3700, 30):
         busy(proxy)
-        proxy.problems = [(f"{proxy.second} {n} {'x' * 1000}", NAMES[0]) for n in range(10)]
+        proxy.present = [(f"{proxy.second} {n} {'x' * 1000}", NAMES[0]) for n in range(10)]
         proxy.history.sample()
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

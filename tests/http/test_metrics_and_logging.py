@@ -7,7 +7,8 @@ import logging
 import timeit
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -30,6 +31,7 @@ from txbroker.proxy.observe import metrics as metrics_module
 from txbroker.proxy.observe.gauges import LOOKED_AT_MAX, AuditMetrics, PartitionGauges
 from txbroker.proxy.observe.logging import configure_logging, get_logger
 from txbroker.proxy.observe.metrics import Gauges, Metrics
+from txbroker.proxy.observe.overview import Unobserved
 
 
 @pytest.fixture
@@ -310,22 +312,30 @@ class HeldOwner:
 @dataclass
 class HeldBroker:
     owners: list[HeldOwner]
-    partitions: dict[int, str] = field(default_factory=dict)
+    states: dict[int, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+
+    @property
+    def partitions(self) -> Any:
+        return SimpleNamespace(topic_problems=self.problems)
 
     def ledgers(self) -> list[HeldOwner]:
         return self.owners
 
     def readiness(self) -> Readiness:
-        return Readiness(True, self.partitions)
+        return Readiness(True, self.states)
 
-    def topic_problems(self) -> tuple[str, ...]:
-        return self.problems
+
+class HeldProxy(Unobserved):
+    """A proxy with one unreachable group."""
+
+    def unreachable(self) -> dict[str, str]:
+        return {"g": "silent"}
 
 
 def watching(broker: HeldBroker) -> Metrics:
     metrics = Metrics()
-    metrics.watch(PartitionGauges(broker, lambda: ["silent"], 14 * 86400.0).read)
+    metrics.watch(PartitionGauges(HeldProxy(broker), 14 * 86400.0).read)
     return metrics
 
 
@@ -389,7 +399,7 @@ def test_headroom_is_that_of_the_oldest_without_a_copy() -> None:
     held = [Held(n, NOW_MS - (10 - n) * DAY_MS, kept=n < 4) for n in range(8)]
     owner, metrics = HeldOwner(HeldLedger(held=held)), Metrics()
     broker = HeldBroker([owner, HeldOwner()])
-    metrics.watch(PartitionGauges(broker, list, 14 * 86400.0).read)
+    metrics.watch(PartitionGauges(Unobserved(broker), 14 * 86400.0).read)
 
     assert headroom_days(metrics) == 14 - 6
     held[4].kept = True

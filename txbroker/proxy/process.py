@@ -97,17 +97,7 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         stack.push_async_callback(runner.close)
         for appeared in (sessions.on_appeared, elsewhere.on_appeared, groups.on_change):
             appeared(runner.wake)
-        observation = Observation(
-            sessions,
-            groups,
-            runner,
-            metrics,
-            settings.half_retention_s,
-            lambda: app[CONTEXT].unusable_files(),
-        )
-        broker = Broker(door, settings, groups, runner, metrics, observation.status, principals)
-        observation.watch(broker, door)
-        stack.callback(asyncio.create_task(observation.measure_loop()).cancel)
+        broker = Broker(door, settings, groups, runner, metrics, principals)
         peers = Peers(identity, tls=peers_tls)
         stack.push_async_callback(peers.close)
         cluster = Cluster(broker, peers)
@@ -126,6 +116,16 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
             principals=principals,
             pages=console_pages,
         )
+        observation = Observation(
+            broker,
+            sessions,
+            groups,
+            runner,
+            metrics,
+            settings.half_retention_s,
+            app[CONTEXT].unusable_files,
+        )
+        observation.watch(door)
         admin_url = await _listen(stack, app, settings, tls, broker.partitions, listening)
         await _join(stack, broker, peers, elsewhere, observation)
         url = broker.partitions.url
@@ -162,6 +162,7 @@ async def _join(
     observation: Observation,
 ) -> None:
     """Join the other proxies, and watch them and this one until the stack ends."""
+    stack.callback(asyncio.create_task(observation.measure_loop()).cancel)
     readiness = ReadinessLog(broker.readiness)
     broker.on_owners(readiness.look)
     partitions = broker.partitions
@@ -174,7 +175,7 @@ async def _join(
     stack.push_async_callback(broker.close)
     stack.callback(log.info, "stopping")
     await broker.start()
-    for started in (watcher, readiness, Sampler(observation.history.sample)):
+    for started in (watcher, readiness, Sampler(observation.past.sample)):
         started.start()
         stack.push_async_callback(started.close)
 

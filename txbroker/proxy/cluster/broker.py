@@ -15,6 +15,8 @@ from txbroker.config.settings import Settings
 from txbroker.contract.service import (
     Answer,
     DecideRequest,
+    History,
+    HistoryRequest,
     ListRequest,
     Overview,
     PrepareRequest,
@@ -46,7 +48,7 @@ from txbroker.proxy.cluster.partition_manager import PartitionManager
 from txbroker.proxy.cluster.searcher import Searcher
 from txbroker.proxy.cluster.views import LogNames, page_of, view_of
 from txbroker.proxy.observe.logging import get_logger
-from txbroker.proxy.observe.overview import GroupStatus, local_overview
+from txbroker.proxy.observe.overview import local_overview, unobserved
 from txbroker.proxy.observe.tracing import deciding
 from txbroker.proxy.partition.checkback import Runner
 from txbroker.proxy.partition.clock import LogTime
@@ -104,7 +106,7 @@ class Broker:
     It refuses calls for other proxies' partitions; `Cluster` forwards those.
 
     `partitions` holds the half partitions, and the addresses of all proxies; this proxy's own
-    addresses are set there before `start`."""
+    addresses are set there before `start`. `observed` is what operators see of this proxy."""
 
     def __init__(
         self,
@@ -113,7 +115,6 @@ class Broker:
         groups: Groups,
         runner: Runner,
         events: PartitionEvents,
-        status: GroupStatus = GroupStatus(),  # noqa: B008 - frozen
         principals: Callable[[], Directory] = no_principals,
     ) -> None:
         self._door = door
@@ -124,8 +125,7 @@ class Broker:
         prefix = settings.topic_prefix
         self._logs = LogNames(f"{prefix}.half", f"{prefix}.op")
         self._groups = groups
-        self._status = status
-        self.history = status.past.history
+        self.observed = unobserved(self)
         self._clock = LogTime(round(time.time() * 1000))
         self._targets = PermittedTargets(
             door.targets, settings.topic_prefix, settings.reserved_topics
@@ -468,10 +468,10 @@ class Broker:
 
     def _waiting(self, shown: TransactionView, now_ms: int) -> str:
         """Return why a due check is not made, "" where none is due or it will be made."""
-        seconds = self._status.unreachable_for_s().get(shown.group)
+        seconds = self.observed.unreachable_for_s().get(shown.group)
         if seconds is None or shown.next_check_at_ms is None or shown.next_check_at_ms > now_ms:
             return ""
-        why = self._status.unreachable().get(shown.group, "")
+        why = self.observed.unreachable().get(shown.group, "")
         silence = (
             f"No instance of its group has been reachable for {round(seconds)} s"
             f"{': ' if why else ''}{why}"
@@ -499,14 +499,10 @@ class Broker:
         return merge(pages, request.limit, newest=request.newest)
 
     async def overview(self) -> Overview:
-        return local_overview(
-            self.partitions.url,
-            self.readiness(),
-            self.partitions.open().values(),
-            self._status,
-            self.now_ms(),
-            self.partitions.own_admin_url,
-        )
+        return local_overview(self.observed)
+
+    async def history(self, request: HistoryRequest) -> History:
+        return await self.observed.past.history(request)
 
     def ledgers(self) -> Sequence[PartitionOwner]:
         """Return the owners that are caught up, for the gauges.
@@ -515,9 +511,6 @@ class Broker:
         """
         owners = self.partitions.open().values()
         return tuple(owner for owner in owners if owner.gate.is_set())
-
-    def topic_problems(self) -> Sequence[str]:
-        return self.partitions.topic_problems
 
 
 async def _refused(error: RequestError) -> Sequence[Answer]:

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sized
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -12,7 +11,7 @@ from txbroker.contract.service import AuditOverview
 from txbroker.core.decoding import Malformed, NewerVersion
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.metrics import Gauges, Metrics
-from txbroker.proxy.observe.overview import ObservedBroker, ObservedPartition
+from txbroker.proxy.observe.observed import Observed, ObservedPartition
 
 LAG_EVERY_S = 1.0
 LOOKED_AT_MAX = 2000
@@ -20,13 +19,11 @@ LOOKED_AT_MAX = 2000
 
 
 class PartitionGauges:
-    """Reads the gauges of a broker's half partitions."""
+    """Reads the gauges of a proxy's half partitions."""
 
-    def __init__(
-        self, broker: ObservedBroker, unreachable: Callable[[], Sized], half_retention_s: float
-    ) -> None:
-        self._broker = broker
-        self._unreachable = unreachable
+    def __init__(self, observed: Observed, half_retention_s: float) -> None:
+        self._observed = observed
+        self._broker = observed.broker
         self._half_retention_s = half_retention_s
         self._copied_to: WeakKeyDictionary[ObservedPartition, int] = WeakKeyDictionary()
 
@@ -56,12 +53,12 @@ class PartitionGauges:
             pending_oldest_age_seconds=oldest_s,
             parked=parked,
             refused=refused,
-            unreachable_groups=len(self._unreachable()),
+            unreachable_groups=len(self._observed.unreachable()),
             promotion_lag_markers=sum(len(owner.ledger.index.ready) for owner in owners),
             promotion_oldest_age_seconds=max(committed_s, default=None),
             owned_partitions=len(owners),
             partitions=Counter(text.partition(":")[0] for text in states),
-            topic_problems=len(self._broker.topic_problems()),
+            topic_problems=len(self._broker.partitions.topic_problems),
             half_retention_seconds=self._half_retention_s,
             half_retention_headroom_seconds=self.retention()[1],
         )

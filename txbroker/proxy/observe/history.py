@@ -7,29 +7,28 @@ is computed later. Transactions are not touched: the sample reads counters and l
 import math
 from array import array
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from statistics import linear_regression
-from typing import TypeAlias
 
-from msgspec import Struct, structs
+from msgspec import structs
 
 from txbroker import __version__
 from txbroker.contract.service import (
     HISTORY_S,
     HISTORY_STEPS_S,
     CheckCounts,
-    CheckReport,
     History,
     HistoryEvent,
     HistoryPoint,
     HistoryRequest,
-    InstanceOverview,
     Latency,
     OperatorAction,
+    PartitionState,
 )
 from txbroker.diagnosis.table import PROXY_WORDS
-from txbroker.proxy.observe.overview import ObservedPartition, Past, sum_of_checks
+from txbroker.proxy.observe.observed import Observed, ObservedPartition, Past
+from txbroker.proxy.observe.overview import sum_of_checks
 
 SPANS_S = (300, 900, HISTORY_S)
 """How far back each step reaches, seconds."""
@@ -60,41 +59,15 @@ _LATENCIES = {
     "promotion": "promotion_latency_seconds",
 }
 """The metric of each latency."""
-Actions: TypeAlias = tuple[tuple[OperatorAction, ...], dict[int, int]]
-
-
-async def _no_actions() -> Actions:
-    return (), {}
-
-
-class HistorySources(Struct, frozen=True):
-    """What a history is made of.
-
-    Attributes:
-        url: returns the proxy's URL.
-        now_ms: returns the brokers' clock.
-        owners: returns the owners of the half partitions that are open here.
-        half_partitions: returns how many the installation has, 0 if that is not known.
-        is_whole: returns whether all half partitions assigned here are open.
-        checks: returns the checks of each group since its last call.
-        latencies: returns bounds and counts of the buckets of each latency, by the metric's name.
-        problems: returns the present problems, as pairs of text and group.
-        reports: returns the last checks of a group, by a time.
-        instances: returns the instances of a group that are connected here.
-        actions: returns operators' actions, and by half partition from when on they are known, ms.
-    """
-
-    url: Callable[[], str]
-    now_ms: Callable[[], int]
-    owners: Callable[[], Iterable[ObservedPartition]]
-    half_partitions: Callable[[], int] = lambda: 0
-    is_whole: Callable[[], bool] = lambda: True
-    checks: Callable[[], Mapping[str, Sequence[int]]] = dict
-    latencies: Callable[[], Mapping[str, tuple[Sequence[float], Sequence[int]]]] = dict
-    problems: Callable[[], Iterable[tuple[str, str]]] = tuple
-    reports: Callable[[str, int], Sequence[CheckReport]] = lambda _group, _now_ms: ()
-    instances: Callable[[str], Sequence[InstanceOverview]] = lambda _group: ()
-    actions: Callable[[], Awaitable[Actions]] = _no_actions
+_COUNTED = frozenset(
+    {
+        PartitionState.OWNED,
+        PartitionState.SUSPENDED,
+        PartitionState.ELSEWHERE,
+        PartitionState.NONE,
+    }
+)
+"""The states in which the transactions of a half partition are known here, or not this proxy's."""
 
 
 class _Ring:
@@ -250,15 +223,16 @@ class _Reading:
 class ProxyHistory(Past):
     """The last hour of one proxy; `sample` is to be called once a second."""
 
-    def __init__(self, sources: HistorySources) -> None:
-        self._sources = sources
+    def __init__(self, observed: Observed) -> None:
+        self._observed = observed
+        self._broker = observed.broker
         self._second = 0
         self._places: dict[str, int] = {}
         self._bounds: dict[str, tuple[float, ...]] = {}
         self._before: dict[str, list[int]] = {}
         width = _OBSERVED + 1
         for name, metric in _LATENCIES.items():
-            bounds, counts = sources.latencies()[metric]
+            bounds, counts = observed.latencies()[metric]
             self._places[name], self._bounds[name] = width, tuple(bounds)
             self._before[name] = list(counts)
             width += len(counts)
@@ -276,19 +250,20 @@ class ProxyHistory(Past):
 
     def sample(self) -> None:
         """Add what happened since the last sample."""
-        now_ms = self._sources.now_ms()
+        now_ms = self._broker.now_ms()
         # The clock may go back; steps never do.
         second = self._second = max(self._second, now_ms // 1000)
         if not self._looked_s:
             self._note(now_ms, "start", f"version {__version__}")
             self._looked_s = second - 1  # a takeover now is a move since then
-        owners = list(self._sources.owners())
+        owners = list(self._broker.partitions.open().values())
         self._note_owned(now_ms, frozenset(owner.partition for owner in owners))
         reading = _Reading(self._groups, second)
-        reading.current = self._sources.is_whole()
+        states = self._broker.readiness().partitions.values()
+        reading.current = all(state.partition(":")[0] in _COUNTED for state in states)
         for owner in owners:
             reading.read(owner, self._oldest_ms.get(owner.partition))
-        for name, counts in self._sources.checks().items():
+        for name, counts in self._observed.take_checks().items():
             reading.count(name, enumerate(counts, 3))
         whole = reading.whole
         for name, at in self._places.items():
@@ -310,7 +285,7 @@ class ProxyHistory(Past):
             self._looked_s = second
 
     def _fresh(self, name: str) -> Iterator[tuple[int, int]]:
-        _, counts = self._sources.latencies()[_LATENCIES[name]]
+        _, counts = self._observed.latencies()[_LATENCIES[name]]
         before, self._before[name] = self._before[name], list(counts)
         for place, (now, then) in enumerate(zip(counts, before, strict=True)):
             if now != then:
@@ -330,7 +305,7 @@ class ProxyHistory(Past):
     # --- events ------------------------------------------------------------------------------
 
     def _note(self, at_ms: int, kind: str, text: str, group: str = "") -> None:
-        event = HistoryEvent(at_ms, kind, text[:TEXT_MAX], self._sources.url(), group)
+        event = HistoryEvent(at_ms, kind, text[:TEXT_MAX], self._broker.partitions.url, group)
         self._events.append(event)
 
     def _note_owned(self, now_ms: int, owned: frozenset[int]) -> None:
@@ -347,7 +322,7 @@ class ProxyHistory(Past):
     def _note_problems(self, now_ms: int) -> None:
         # What came or went with the transactions of half partitions has neither begun nor ended.
         moved = self._moved_s > self._looked_s
-        problems = dict.fromkeys(self._sources.problems())
+        problems = dict.fromkeys(self._observed.problems())
         for kind, these, others in (
             ("problem", problems, self._problems),
             ("solved", self._problems, problems),
@@ -392,12 +367,12 @@ class ProxyHistory(Past):
         history = self.read(request)
         if not request.actions:
             return history
-        actions, since_ms = await self._sources.actions()
+        actions, since_ms = await self._observed.actions()
         return structs.replace(history, actions=actions, actions_since_ms=since_ms)
 
     def read(self, request: HistoryRequest) -> History:
         """Return the history of this proxy without operators' actions."""
-        now_ms = self._sources.now_ms()
+        now_ms = self._broker.now_ms()
         since_s = min(max(request.since_s, 1.0), float(HISTORY_S))
         number = _step_number(since_s, request.step_s)
         ring = self._all.rings[number]
@@ -421,13 +396,13 @@ class ProxyHistory(Past):
             step_s=ring.step_s,
             points=tuple(points),
             events=events,
-            checks=tuple(self._sources.reports(request.group, now_ms)) if request.group else (),
+            checks=tuple(self._observed.reports(request.group, now_ms)) if request.group else (),
             instances=tuple(
-                structs.replace(instance, proxy=self._sources.url())
-                for instance in (self._sources.instances(request.group) if request.group else ())
+                structs.replace(instance, proxy=self._broker.partitions.url)
+                for instance in (self._observed.instances(request.group) if request.group else ())
             ),
             bounds_s=dict(self._bounds),
-            half_partitions=self._sources.half_partitions(),
+            half_partitions=len(self._broker.partitions.assigned()),
         )
 
     def _rows(self, ring: _Ring, since_s: float) -> Iterator[tuple[int, Sequence[float]]]:

@@ -4,17 +4,16 @@ Overviews and gauges read counters that the ledgers keep, and walk no transactio
 takes milliseconds even with a million pending transactions."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from msgspec import Struct, structs
+from msgspec import structs
 
 from txbroker import __version__
 from txbroker.contract.service import (
     FILE_PROBLEM,
-    HISTORY_STEPS_S,
     INSTANCES_SHOWN_MAX,
     OVERVIEW_GROUPS_MAX,
     PARKED_ANSWERS_MAX,
@@ -23,8 +22,6 @@ from txbroker.contract.service import (
     CheckCounts,
     GroupChecks,
     GroupOverview,
-    History,
-    HistoryRequest,
     Overview,
     ParkedAnswer,
     PartitionOverview,
@@ -32,128 +29,36 @@ from txbroker.contract.service import (
     ProxyOverview,
     Readiness,
 )
-from txbroker.core.ledger import Ledger
-from txbroker.proxy.observe.counting import RateCounter
+from txbroker.proxy.observe.observed import Observed, ObservedBroker, ObservedPartition, Past
 
 PARKED_LOOKED_AT_MAX = 1000
 """Parked transactions of a half partition whose last answers an overview counts."""
 
 
-class ObservedKafka(Protocol):
-    """Whether Kafka answers an owner.
-
-    Attributes:
-        why: the error of the last read, "" if it succeeded.
-    """
-
-    why: str
-
-    def silent_since_ms(self, now_ms: int) -> int | None:
-        """Return since when Kafka has not answered, None if it answers."""
-
-
-class ObservedPartition(Protocol):
-    """The owner of a half partition.
-
-    Attributes:
-        suspended_since_ms: None if it is not suspended.
-    """
-
-    partition: int
-    ledger: Ledger
-    rates: RateCounter
-    suspended_since_ms: int | None
-
-    @property
-    def kafka(self) -> ObservedKafka:
-        """Whether Kafka answers it."""
-
-    def now_ms(self) -> int:
-        """Return the time by the brokers' clock, ms."""
-
-
-class ObservedBroker(Protocol):
-    """The broker of one proxy."""
-
-    def ledgers(self) -> Iterable[ObservedPartition]:
-        """Return the owners of the half partitions that are certainly this proxy's."""
-
-    def readiness(self) -> Readiness:
-        """Return the state of each half partition."""
-
-    def topic_problems(self) -> Sequence[str]:
-        """Return the problems of txbroker's own topics."""
-
-
 _NOT_OURS = frozenset({PartitionState.ELSEWHERE, PartitionState.NONE})
 
 
-class Past:
-    """The last hour of one proxy; of one that does not observe itself, nothing is known."""
+class Unobserved(Observed):
+    """A proxy of which only the broker is known."""
 
-    def lost(self) -> int:
-        """Return how many transactions were found without their half messages."""
-        return 0
-
-    def prepare_p99_s(self) -> float | None:
-        """Return the 99th percentile of prepares in the last 5 minutes, seconds; None without."""
-        return None
-
-    def growth_per_s(self, group: str) -> float | None:
-        """Return by how much the pending transactions of a group grow, on average of the last 15
-        minutes; None if they were not observed that long."""
-        return None
-
-    async def history(self, request: HistoryRequest) -> History:
-        """Return the history of this proxy."""
-        return History(HISTORY_STEPS_S[-1])
+    def __init__(self, broker: ObservedBroker) -> None:
+        self.broker = broker
+        self.past = Past()
 
 
-class GroupStatus(Struct, frozen=True):
-    """Sources of what a proxy knows of groups and files.
-
-    Attributes:
-        connected: returns the instances of each group that have a session at this proxy.
-        unreachable: returns the reason for each unreachable group.
-        unreachable_for_s: returns for how many seconds each of them has been unreachable.
-        files_not_read: returns by setting whether the content of its file cannot be used.
-        checks: returns the checks of each group, their times by this time.
-        check_urls: returns the groups that can be asked at a URL.
-        audits: returns the newest results of audits.
-        retention: returns the retention of half messages and the headroom, as in `ProxyOverview`.
-        past: the last hour.
-    """
-
-    connected: Callable[[], Mapping[str, Sequence[str]]] = dict
-    unreachable: Callable[[], Mapping[str, str]] = dict
-    unreachable_for_s: Callable[[], Mapping[str, float]] = dict
-    files_not_read: Callable[[], Mapping[str, bool]] = dict
-    checks: Callable[[int], Mapping[str, GroupChecks]] = lambda _: {}
-    check_urls: Callable[[], Collection[str]] = frozenset
-    audits: Callable[[], Iterable[AuditOverview]] = tuple
-    retention: Callable[[], tuple[float | None, float | None]] = lambda: (None, None)
-    past: Past = Past()
+def unobserved(broker: ObservedBroker) -> Observed:
+    """Return a proxy of which only the broker is known."""
+    return Unobserved(broker)
 
 
 # --- of one proxy ----------------------------------------------------------------------------
 
 
-def local_overview(
-    url: str,
-    readiness: Readiness,
-    owners: Iterable[ObservedPartition],
-    status: GroupStatus,
-    now_ms: int,
-    admin_url: str = "",
-) -> Overview:
-    """Return the overview of one proxy.
-
-    Args:
-        url: the proxy's URL.
-        owners: the owners that are caught up and not suspended.
-        now_ms: the brokers' clock.
-        admin_url: where it takes calls of operators, "" if at `url`.
-    """
+def local_overview(observed: Observed) -> Overview:
+    """Return the overview of one proxy."""
+    broker = observed.broker
+    url, readiness, now_ms = broker.partitions.url, broker.readiness(), broker.now_ms()
+    owners = broker.partitions.open().values()
     by_number = {owner.partition: owner for owner in owners}
     # Read once, so that the oldest age of a partition is never below that of its groups.
     moments = {number: _moment(owner) for number, owner in by_number.items()}
@@ -171,9 +76,9 @@ def local_overview(
         refused.update(moment.owner.ledger.index.refused_by_topic)
         for group in _groups(moment):
             _add_group(groups, group)
-    for group in _reachability(status, now_ms):
+    for group in _reachability(observed, now_ms):
         _add_group(groups, group)
-    for name, checks in status.checks(now_ms).items():
+    for name, checks in observed.checks(now_ms).items():
         # A group that was only checked, and not in vain, needs no line.
         if name in groups or checks.counts.failing:
             _add_group(groups, GroupOverview(name, checks=checks))
@@ -183,17 +88,17 @@ def local_overview(
         complete=all(_current(shown) for shown in partitions),
         proxies=(
             structs.replace(
-                _proxy(url, readiness, status, moments),
+                _proxy(url, readiness, observed, moments),
                 partitions=tuple(shown.partition for shown in partitions),
                 now_ms=now_ms,
-                admin_url=admin_url,
+                admin_url=broker.partitions.own_admin_url,
             ),
         ),
         partitions=tuple(partitions),
-        groups=_completed(named, status),
+        groups=_completed(named, observed),
         groups_left_off=len(groups) - len(named),
         refused_topics=dict(refused),
-        audits=tuple(status.audits()),
+        audits=tuple(observed.audits()),
     )
 
 
@@ -223,29 +128,29 @@ def _current(shown: PartitionOverview) -> bool:
 
 
 def _proxy(
-    url: str, readiness: Readiness, status: GroupStatus, moments: Mapping[int, _Moment]
+    url: str, readiness: Readiness, observed: Observed, moments: Mapping[int, _Moment]
 ) -> ProxyOverview:
     silent = {n: m.silent_since_ms for n, m in moments.items() if m.silent_since_ms is not None}
     whys = [m.owner.kafka.why for n, m in moments.items() if n in silent and m.owner.kafka.why]
-    retention_s, headroom_s = status.retention()
+    retention_s, headroom_s = observed.retention()
     return ProxyOverview(
         url=url,
         ready=readiness.ready,
-        problems=(*readiness.problems, *_not_read(status)),
+        problems=(*readiness.problems, *_not_read(observed)),
         version=__version__,
         kafka_silent_since_ms=min(silent.values(), default=None),
         kafka_why=whys[0] if whys else "",
         kafka_partitions=tuple(silent),
-        lost_last_hour=status.past.lost(),
-        prepare_p99_s=status.past.prepare_p99_s(),
+        lost_last_hour=observed.past.lost(),
+        prepare_p99_s=observed.past.prepare_p99_s(),
         half_retention_s=retention_s,
         half_retention_headroom_s=headroom_s,
     )
 
 
-def _completed(groups: Sequence[GroupOverview], status: GroupStatus) -> tuple[GroupOverview, ...]:
+def _completed(groups: Sequence[GroupOverview], observed: Observed) -> tuple[GroupOverview, ...]:
     """Return groups with what only those that are listed need."""
-    urls, past = status.check_urls(), status.past
+    urls, past = observed.check_urls(), observed.past
     return tuple(
         structs.replace(
             group,
@@ -256,9 +161,9 @@ def _completed(groups: Sequence[GroupOverview], status: GroupStatus) -> tuple[Gr
     )
 
 
-def _not_read(status: GroupStatus) -> Iterable[str]:
+def _not_read(observed: Observed) -> Iterable[str]:
     """Yield the problems of files: for operators only, so `/readyz` leaves them out."""
-    for name, unread in status.files_not_read().items():
+    for name, unread in observed.files_not_read().items():
         if unread:
             yield (
                 f"{FILE_PROBLEM}{name} cannot be used, so its last content stays in force: see "
@@ -316,13 +221,13 @@ def _most_frequent(answers: Counter[str]) -> tuple[ParkedAnswer, ...]:
     return tuple(ParkedAnswer(*pair) for pair in answers.most_common(PARKED_ANSWERS_MAX))
 
 
-def _reachability(status: GroupStatus, now_ms: int) -> Iterable[GroupOverview]:
+def _reachability(observed: Observed, now_ms: int) -> Iterable[GroupOverview]:
     """Yield the sessions of groups, and since when groups are unreachable."""
-    for name, instances in status.connected().items():
+    for name, instances in observed.connected().items():
         shown = tuple(instances[:INSTANCES_SHOWN_MAX])
         yield GroupOverview(name, sessions=len(instances), instances=shown)
-    why = status.unreachable()
-    for name, seconds in status.unreachable_for_s().items():
+    why = observed.unreachable()
+    for name, seconds in observed.unreachable_for_s().items():
         since_ms = now_ms - round(seconds * 1000)
         yield GroupOverview(name, unreachable_since_ms=since_ms, unreachable_why=why.get(name, ""))
 
