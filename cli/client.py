@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 from urllib.parse import quote, urlencode, urlsplit
 
 import click
+import msgspec
 
 from txbroker.cli.contexts import (
     DEFAULT_URL,
@@ -31,6 +32,7 @@ from txbroker.errors import request_errors
 from txbroker.net.tls import ClientTls, TlsFiles, tls_trouble
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 TIMEOUT_S = 60.0
 """Longer than a proxy takes for any call."""
@@ -196,6 +198,24 @@ class ApiClient:
         given = {name: value for name, value in query.items() if value is not None}
         return self._call("GET", path, query=given)
 
+    def read(self, kind: type[T], *path: str, **query: Any) -> T:
+        """Return the answer to a GET as a struct of the contract; errors as in `as_struct`."""
+        return self.as_struct(self.get(*path, **query), kind)
+
+    def as_struct(self, answer: Any, kind: type[T]) -> T:
+        """Return an answer as a struct of the contract.
+
+        Raises:
+            ApiError: a proxy of another version answers what this command cannot read.
+        """
+        try:
+            return msgspec.convert(answer, kind, str_keys=True)
+        except msgspec.ValidationError as error:
+            raise ApiError(
+                f"{self.url} answered what this version cannot read: {printable(str(error))}. Use "
+                "a txbroker of the proxy's version"
+            ) from None
+
     def change(self, method: str, *path: str, body: dict[str, Any] | None = None) -> Any:
         """Return the answer to a call that changes data."""
         given = {name: value for name, value in (body or {}).items() if value is not None}
@@ -351,7 +371,7 @@ def _read_token(path: Path) -> str:
     return token
 
 
-def for_all(names: Sequence[str], act: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
+def for_all(names: Sequence[str], act: Callable[[str], T]) -> list[T]:
     """Call `act` for each name and return the results; failures of several go to stderr."""
     if len(names) == 1:
         return [act(names[0])]

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeVar
 
 import click
+import msgspec
+from msgspec import Struct
 
 from txbroker.cli.options import env_option, with_options
 from txbroker.cli.run import in_ascii, is_utf8
@@ -50,7 +52,7 @@ class TableColumn(NamedTuple):
     """
 
     title: str
-    given: Callable[[Row], object] | None = None
+    given: Callable[[Any], object] | None = None
     wide: bool = False
     keep: bool = False
     rank: int = 2
@@ -61,9 +63,11 @@ class TableColumn(NamedTuple):
         """The name in `--columns`, CSV and JSON."""
         return self.title.lower().replace(" ", "_")
 
-    def value(self, row: Row) -> object:
+    def value(self, row: Row | Struct) -> object:
         """Return a row's value."""
-        return row.get(self.name) if self.given is None else self.given(row)
+        if self.given is not None:
+            return self.given(row)
+        return getattr(row, self.name) if isinstance(row, Struct) else row.get(self.name)
 
 
 class FittedTable(NamedTuple):
@@ -110,7 +114,9 @@ def output_option(function: F) -> F:
     )(function)
 
 
-def show_rows(rows: Sequence[Row], columns: Sequence[TableColumn], output: str, empty: str) -> None:
+def show_rows(
+    rows: Sequence[Row | Struct], columns: Sequence[TableColumn], output: str, empty: str
+) -> None:
     """Write rows to stdout; in place of an empty table, write `empty` to stderr."""
     if output in ("json", "yaml"):
         show_data([chosen_fields(row, columns) for row in rows], output)
@@ -129,7 +135,7 @@ def _write(lines: Sequence[str]) -> None:
     click.echo("\n".join(lines), color=True)
 
 
-def show_one(row: Row, columns: Sequence[TableColumn], output: str) -> None:
+def show_one(row: Row | Struct, columns: Sequence[TableColumn], output: str) -> None:
     """Write one row to stdout: as rows, or as a JSON or YAML object."""
     if output in ("json", "yaml"):
         show_data(chosen_fields(row, columns), output)
@@ -138,7 +144,7 @@ def show_one(row: Row, columns: Sequence[TableColumn], output: str) -> None:
 
 
 def row_lines(
-    rows: Sequence[Row],
+    rows: Sequence[Row | Struct],
     columns: Sequence[TableColumn],
     output: str,
     *,
@@ -181,7 +187,7 @@ class RowStream:
         self._titles = True
         self._widths: Widths = {}
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[Row | Struct]) -> None:
         """Write rows; raise BrokenPipeError if the reader has gone."""
         if not rows:
             return
@@ -208,10 +214,10 @@ def shown_columns(columns: Sequence[TableColumn], output: str) -> list[TableColu
     return [by_name[name] for name in asked]
 
 
-def chosen_fields(row: Row, columns: Sequence[TableColumn]) -> Row:
+def chosen_fields(row: Row | Struct, columns: Sequence[TableColumn]) -> Row:
     """Return a row's data for JSON and YAML: whole, or the columns of `--columns`."""
     if not _asked_columns():
-        return row
+        return dict(msgspec.to_builtins(row)) if isinstance(row, Struct) else row
     return {column.name: column.value(row) for column in shown_columns(columns, "json")}
 
 
@@ -236,7 +242,7 @@ def _escaped_json(text: str) -> str:
 
 
 def table(
-    rows: Sequence[Row],
+    rows: Sequence[Row | Struct],
     columns: Sequence[TableColumn],
     stream: TextIO,
     *,

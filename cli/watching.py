@@ -9,12 +9,14 @@ from datetime import UTC, datetime
 from typing import Any, NoReturn, TypeVar
 
 import click
+from msgspec import Struct
 
 from txbroker.cli.client import ApiError
 from txbroker.cli.output import Row, RowStream, TableColumn, printable, row_lines
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+R = TypeVar("R", bound=Row | Struct)
 Draw = Callable[[Sequence[str]], None]
 
 EVERY_S = 2.0
@@ -37,11 +39,11 @@ def watch_option(function: F) -> F:
 
 
 def watch_rows(
-    query: Callable[[], list[Row]],
+    query: Callable[[], Sequence[R]],
     columns: Sequence[TableColumn],
     output: str,
     every_s: float,
-    key: Callable[[Row], object],
+    key: Callable[[R], object],
 ) -> NoReturn:
     """Query and show rows until Ctrl-C; a row counts as changed when its `key` does.
 
@@ -63,9 +65,9 @@ def draws(output: str) -> bool:
 
 
 def _draw_rows(
-    query: Callable[[], list[Row]], columns: Sequence[TableColumn], output: str, every_s: float
+    query: Callable[[], Sequence[R]], columns: Sequence[TableColumn], output: str, every_s: float
 ) -> NoReturn:
-    def lines(rows: list[Row]) -> list[str]:
+    def lines(rows: Sequence[R]) -> list[str]:
         shown = row_lines(rows, columns, output)
         return [f"{len(rows):,} listed. {shown.note}", "", *shown.lines]
 

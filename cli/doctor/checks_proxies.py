@@ -17,15 +17,14 @@ from txbroker.cli.doctor.findings import (
     unknown,
 )
 from txbroker.cli.doctor.subject import (
-    RegisteredGroup,
     Samples,
     Subject,
-    TestCall,
     Unavailable,
 )
 from txbroker.cli.output import duration
 from txbroker.config.settings import Settings
 from txbroker.contract.audit import STREAM_KEY, AuditNews, decode_news
+from txbroker.contract.groups import GroupAnswer, TestedBody
 from txbroker.contract.service import GroupOverview, Overview, PartitionState
 from txbroker.core.decoding import Malformed, NewerVersion
 from txbroker.diagnosis import table
@@ -211,15 +210,15 @@ async def groups_reachable(subject: Subject) -> Finding:
 
 
 async def _test_calls(
-    subject: Subject, groups: list[RegisteredGroup]
-) -> dict[str, TestCall | Unavailable]:
+    subject: Subject, groups: list[GroupAnswer]
+) -> dict[str, TestedBody | Unavailable]:
     """Make a test call to each check URL, a few in parallel, within a time limit."""
     slots = asyncio.Semaphore(TESTS_PARALLEL)
-    made: dict[str, TestCall | Unavailable] = {
+    made: dict[str, TestedBody | Unavailable] = {
         one.group: Unavailable("there was no time") for one in groups
     }
 
-    async def make(group: RegisteredGroup) -> None:
+    async def make(group: GroupAnswer) -> None:
         timeout_s = group.timeout_s or subject.settings.check_timeout_s
         async with slots:
             try:
@@ -288,12 +287,12 @@ async def groups_usable(subject: Subject) -> Finding:
     return fine(f"{len(groups)} registered")
 
 
-def _no_use(call: TestCall) -> bool:
+def _no_use(call: TestedBody) -> bool:
     """Return True if a check would fail, too; other statuses may depend on the check's body."""
     return call.status is None or call.status in _DENIED or call.status in (404, 405)
 
 
-def _sessions(group: RegisteredGroup | None, seen: GroupOverview | None) -> int:
+def _sessions(group: GroupAnswer | None, seen: GroupOverview | None) -> int:
     return max(group.sessions if group else 0, seen.sessions if seen else 0)
 
 
@@ -336,7 +335,7 @@ async def pending_age(subject: Subject) -> Finding:
     return fine(f"{total} pending, the oldest for {duration(oldest_s)}")
 
 
-def _window_s(settings: Settings, group: RegisteredGroup | None) -> float:
+def _window_s(settings: Settings, group: GroupAnswer | None) -> float:
     """Return the seconds from a group's prepare until the transaction would be parked."""
     if group is None:
         return settings.check_window_s

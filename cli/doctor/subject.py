@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from txbroker.cli.client import ApiConnection, ApiError
 from txbroker.cli.doctor.outbox import OutboxFacts, RelayTargets, outbox_facts, version_problems
 from txbroker.config.settings import Settings
+from txbroker.contract.groups import GroupAnswer, GroupsBody, TestedBody
 from txbroker.contract.service import Overview
 from txbroker.databases.database import Database
 from txbroker.diagnosis.limits import LIMITS, DiagnosisLimits
@@ -60,33 +61,6 @@ class ReadyAnswer(Struct, frozen=True):
     ready: bool
     partitions: dict[str, str] = {}
     problems: list[str] = []
-
-
-class RegisteredGroup(Struct, frozen=True):
-    """The fields of a registered group that checks read."""
-
-    group: str
-    sessions: int = 0
-    check_url: str | None = None
-    check_after_s: float | None = None
-    check_interval_s: float | None = None
-    attempts_max: int | None = None
-    timeout_s: float | None = None
-    signed_answers: bool | None = None
-    problem: str | None = None
-    """Why proxies cannot use the registration."""
-
-
-class TestCall(Struct, frozen=True):
-    """A test call to a group's check URL: the answer's status, and the error unless it was 2xx."""
-
-    __test__ = False
-
-    group: str
-    answered: bool
-    endpoint: str = ""
-    status: int | None = None
-    why: str = ""
 
 
 class HttpProxies:
@@ -141,15 +115,15 @@ class HttpProxies:
         """Return the status of a proxy's answer to a call without credentials."""
         return (await self._ask(url, "GET", path, anonymous=True)).status
 
-    async def groups(self) -> list[RegisteredGroup]:
+    async def groups(self) -> list[GroupAnswer]:
         reply, url = await self._first("GET", "/v1/groups")
-        return _decoded(url, reply, _Groups).groups
+        return _decoded(url, reply, GroupsBody).groups
 
-    async def test_group(self, group: str, timeout_s: float) -> TestCall:
+    async def test_group(self, group: str, timeout_s: float) -> TestedBody:
         """Make a proxy send a test call to a group's check URL."""
         path = f"/v1/groups/{quote(group, safe='')}/test"
         reply, url = await self._first("POST", path, b"{}", timeout_s + _TEST_S)
-        return _decoded(url, reply, TestCall)
+        return _decoded(url, reply, TestedBody)
 
     async def _first(
         self, method: str, path: str, body: bytes | None = None, timeout_s: float = TIMEOUT_S
@@ -192,10 +166,6 @@ class HttpProxies:
             reason = error.sentence if isinstance(error, ApiError) else str(error)
             raise Unavailable(reason) from None
         return ProxyReply(status, raw, loop.time() - began)
-
-
-class _Groups(Struct):
-    groups: list[RegisteredGroup]
 
 
 def _decoded(url: str, reply: ProxyReply, kind: type[T]) -> T:
@@ -293,7 +263,7 @@ class Subject:
     async def brokers(self) -> list[BrokerFacts]:
         return await self._once("brokers", self.kafka.brokers)
 
-    async def groups(self) -> list[RegisteredGroup]:
+    async def groups(self) -> list[GroupAnswer]:
         return await self._once("groups", self.proxies.groups)
 
     async def found(self) -> dict[str, TopicSpec]:

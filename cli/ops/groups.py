@@ -10,31 +10,32 @@ from txbroker.cli.main import SuggestingGroup
 from txbroker.cli.options import conclude, confirm, require_terminal, yes_option
 from txbroker.cli.output import Row, TableColumn, output_option, show_one, show_rows
 from txbroker.cli.watching import watch_option, watch_rows
+from txbroker.contract.groups import GroupAnswer, GroupsBody, TestedBody
 
 
-def _times(row: Row) -> str:
-    names = ("check_after_s", "check_interval_s", "attempts_max", "timeout_s")
-    return "/".join("-" if row.get(name) is None else f"{row[name]:g}" for name in names)
+def _times(row: GroupAnswer) -> str:
+    times = (row.check_after_s, row.check_interval_s, row.attempts_max, row.timeout_s)
+    return "/".join("-" if value is None else f"{value:g}" for value in times)
 
 
 COLUMNS = (
     TableColumn("GROUP", keep=True),
     TableColumn("CHECK URL"),
-    TableColumn("SECRET", lambda row: row.get("secret_ref")),
-    TableColumn("CONNECTED", lambda row: row["sessions"], rank=1),
+    TableColumn("SECRET", lambda row: row.secret_ref),
+    TableColumn("CONNECTED", lambda row: row.sessions, rank=1),
     TableColumn("AFTER/INTERVAL/ATTEMPTS/TIMEOUT", _times, wide=True),
     TableColumn("PARALLEL", wide=True),
-    TableColumn("ANSWER BYTES", lambda row: row.get("answer_bytes_max"), wide=True),
-    TableColumn("SIGNED ANSWERS", lambda row: row.get("signed_answers"), wide=True),
+    TableColumn("ANSWER BYTES", lambda row: row.answer_bytes_max, wide=True),
+    TableColumn("SIGNED ANSWERS", lambda row: row.signed_answers, wide=True),
 )
 
 
 TESTED = (
     TableColumn("GROUP", keep=True),
-    TableColumn("RESULT", lambda row: "answered" if row["answered"] else "fails", rank=0),
-    TableColumn("ANSWER", lambda row: row.get("answer") or row.get("status"), rank=1),
-    TableColumn("TOOK", lambda row: f"{row['took_ms']:,.1f} ms"),
-    TableColumn("SIGNATURE", lambda row: row.get("signature") or "no secret"),
+    TableColumn("RESULT", lambda row: "answered" if row.answered else "fails", rank=0),
+    TableColumn("ANSWER", lambda row: row.answer or row.status, rank=1),
+    TableColumn("TOOK", lambda row: f"{row.took_ms:,.1f} ms"),
+    TableColumn("SIGNATURE", lambda row: row.signature or "no secret"),
     TableColumn("ENDPOINT", rank=3),
     TableColumn("WHY", rank=1, text=True),
 )
@@ -55,11 +56,11 @@ def command() -> None:
 def list_command(client: ApiClient, output: str, watch: float | None) -> None:
     """List registered groups."""
 
-    def look() -> list[Row]:
-        return list(client.get("groups")["groups"])
+    def look() -> list[GroupAnswer]:
+        return client.read(GroupsBody, "groups").groups
 
     if watch is not None:
-        watch_rows(look, COLUMNS, output, watch, lambda row: tuple(row.items()))
+        watch_rows(look, COLUMNS, output, watch, lambda row: row)
     show_rows(look(), COLUMNS, output, "No group is registered.")
 
 
@@ -69,7 +70,7 @@ def list_command(client: ApiClient, output: str, watch: float | None) -> None:
 @client_options
 def show_command(client: ApiClient, output: str, name: str) -> None:
     """Show the registration of a group."""
-    show_one(client.get("groups", name), COLUMNS, output)
+    show_one(client.read(GroupAnswer, "groups", name), COLUMNS, output)
 
 
 @command.command("register")
@@ -106,7 +107,8 @@ def register_command(client: ApiClient, output: str, name: str, yes: bool, **pol
         click.echo(f"now:  {_described(_registered(client, name))}", err=True)
         click.echo(f"then: {_described(fields)}", err=True)
         confirm(f"Register {name} at {client}?", yes)
-    show_one(client.change("PUT", "groups", name, body=policy), COLUMNS, output)
+    answer = client.change("PUT", "groups", name, body=policy)
+    show_one(client.as_struct(answer, GroupAnswer), COLUMNS, output)
 
 
 @command.command("test")
@@ -120,9 +122,13 @@ def test_command(client: ApiClient, output: str, names: tuple[str, ...]) -> None
     about a transaction that does not exist. No transaction changes, and no attempt is used up. A
     check function with a barrier notes in its database that this id can never commit.
     """
-    rows = for_all(names, lambda name: dict(client.change("POST", "groups", name, "test", body={})))
+
+    def test(name: str) -> TestedBody:
+        return client.as_struct(client.change("POST", "groups", name, "test", body={}), TestedBody)
+
+    rows = for_all(names, test)
     show_rows(rows, TESTED, output, "")
-    conclude(sum(row["answered"] for row in rows), len(names), "answered as they should")
+    conclude(sum(row.answered for row in rows), len(names), "answered as they should")
 
 
 @command.command("remove")

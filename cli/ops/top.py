@@ -2,10 +2,10 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
-import msgspec
+from msgspec import Struct
 
 from txbroker.cli.client import ApiClient, ApiError, client_options
 from txbroker.cli.options import SectionedCommand
@@ -25,7 +25,14 @@ from txbroker.cli.output import (
 )
 from txbroker.cli.run import is_utf8
 from txbroker.cli.watching import EVERY_MIN_S, EVERY_S, draw_again, draws, write_again
-from txbroker.contract.service import CheckCounts, Overview
+from txbroker.contract.service import (
+    GroupOverview,
+    History,
+    Overview,
+    PartitionOverview,
+    ProxyOverview,
+    Rates,
+)
 from txbroker.diagnosis.table import problems_of
 
 GROUPS_SHOWN = 15
@@ -36,35 +43,26 @@ BARS = ("▁▂▃▄▅▆▇█", "_.:-=+*#")
 BARS_MAX = 30
 
 
-def _age(row: dict[str, Any], name: str = "oldest_pending_age_s") -> str:
-    age = row.get(name)
-    return "" if age is None else duration(age)
+def _age(row: GroupOverview | PartitionOverview) -> str:
+    age_s = row.oldest_pending_age_s
+    return "" if age_s is None else duration(age_s)
 
 
-def _rate(row: dict[str, Any], what: str) -> str:
-    return _shown_rate(row["rates"][f"{what}_per_s"]) if _current(row) else ""
+def _rate(row: PartitionOverview, rate: Callable[[Rates], float]) -> str:
+    return _shown_rate(rate(row.rates)) if _current(row) else ""
 
 
 def _shown_rate(rate: float) -> str:
     return f"{rate:,.1f}" if 0 < rate < 10 else f"{rate:,.0f}"
 
 
-def _current(row: dict[str, Any]) -> bool:
+def _current(row: PartitionOverview) -> bool:
     """Return whether the counts of a half partition are those of now."""
-    return row.get("pending") is not None and row.get("as_of_ms") is None
+    return row.pending is not None and row.as_of_ms is None
 
 
-def _unreachable(row: dict[str, Any]) -> str:
-    since_ms = row.get("unreachable_since_ms")
-    if since_ms is None:
-        return ""
-    return f"unreachable for {since(since_ms)}: {row.get('unreachable_why', '')}"
-
-
-def _count(name: str, rank: int = 1) -> TableColumn:
-    return TableColumn(
-        name.upper(), lambda row: _least(row.get(name), row.get("partial", False)), rank=rank
-    )
+def _count(name: str, rank: int = 1, *, partial: bool = False) -> TableColumn:
+    return TableColumn(name.upper(), lambda row: _least(getattr(row, name), partial), rank=rank)
 
 
 def _least(value: int | None, partial: bool) -> str:
@@ -74,40 +72,42 @@ def _least(value: int | None, partial: bool) -> str:
     return f"{value:,}+" if partial else f"{value:,}"
 
 
-def _as_of(row: dict[str, Any]) -> str:
-    return clock(row.get("as_of_ms"))[11:19]
+def _as_of(row: Any) -> str:
+    return clock(getattr(row, "as_of_ms", None))[11:19]
 
 
-def _connected(row: dict[str, Any]) -> str:
-    return "URL" if not row["sessions"] and row.get("check_url") else str(row["sessions"])
+def _connected(row: GroupOverview) -> str:
+    return "URL" if not row.sessions and row.check_url else str(row.sessions)
 
 
-def _failing(row: dict[str, Any]) -> str:
-    """Return the last answer of a group whose checks fail by the bounds of the alert."""
-    counts = row.get("checks", {}).get("counts", {})
-    if not counts or not msgspec.convert(counts, CheckCounts).failing:
-        return ""
-    undecided = counts["unknown"] + counts["unclear"]
-    last = row["checks"].get("undecided") or {}
-    return f"{undecided:,} checks bring no decision: {last.get('answer', '')}"
+def _trouble(row: GroupOverview) -> str:
+    """Return why a group is unreachable, and the last answer if its checks fail."""
+    trouble = []
+    if row.unreachable_since_ms is not None:
+        since_text = since(row.unreachable_since_ms)
+        trouble.append(f"unreachable for {since_text}: {row.unreachable_why}")
+    counts, last = row.checks.counts, row.checks.undecided
+    if counts.failing:
+        answer = "" if last is None else last.answer
+        trouble.append(f"{counts.undecided:,} checks bring no decision: {answer}")
+    return "; ".join(trouble)
 
 
-def _trouble(row: dict[str, Any]) -> str:
-    return "; ".join(filter(None, (_unreachable(row), _failing(row))))
+def _groups(partial: bool) -> tuple[TableColumn, ...]:
+    return (
+        TableColumn("GROUP", keep=True),
+        TableColumn("AS OF", _as_of, rank=0),
+        _count("pending", partial=partial),
+        _count("parked", partial=partial),
+        TableColumn("OLDEST", _age, rank=1),
+        TableColumn("CONNECTED", _connected),
+        TableColumn("TROUBLE", _trouble, text=True),
+    )
 
 
-GROUPS = (
-    TableColumn("GROUP", keep=True),
-    TableColumn("AS OF", _as_of, rank=0),
-    _count("pending"),
-    _count("parked"),
-    TableColumn("OLDEST", _age, rank=1),
-    TableColumn("CONNECTED", _connected),
-    TableColumn("TROUBLE", _trouble, text=True),
-)
 PARTITIONS = (
-    TableColumn("HALF", lambda row: row["partition"], keep=True),
-    TableColumn("OWNER", lambda row: row["owner"].partition("://")[2], rank=3),
+    TableColumn("HALF", lambda row: row.partition, keep=True),
+    TableColumn("OWNER", lambda row: row.owner.partition("://")[2], rank=3),
     TableColumn("STATE", rank=0),
     TableColumn("AS OF", _as_of, rank=0),
     _count("pending"),
@@ -115,18 +115,26 @@ PARTITIONS = (
     _count("refused", rank=2),
     _count("committed", rank=3),
     TableColumn("OLDEST", _age, rank=1),
-    TableColumn("PREP/S", lambda row: _rate(row, "prepared")),
-    TableColumn("DEC/S", lambda row: _rate(row, "decided"), wide=True),
-    TableColumn("PROM/S", lambda row: _rate(row, "promoted")),
+    TableColumn("PREP/S", lambda row: _rate(row, lambda rates: rates.prepared_per_s)),
+    TableColumn("DEC/S", lambda row: _rate(row, lambda rates: rates.decided_per_s), wide=True),
+    TableColumn("PROM/S", lambda row: _rate(row, lambda rates: rates.promoted_per_s)),
     TableColumn("WHY", text=True),
 )
 PROXIES = (
-    TableColumn("PROXY", lambda row: row["url"], keep=True),
+    TableColumn("PROXY", lambda row: row.url, keep=True),
     TableColumn("STATE", lambda row: _proxy_state(row), rank=1),
     TableColumn("VERSION", rank=4),
-    TableColumn("PARTITIONS", lambda row: len(row["partitions"]), rank=3),
-    TableColumn("PROBLEMS", lambda row: "; ".join(row["problems"]) or row.get("why"), text=True),
+    TableColumn("PARTITIONS", lambda row: len(row.partitions), rank=3),
+    TableColumn("PROBLEMS", lambda row: "; ".join(row.problems) or row.why, text=True),
 )
+
+
+class Look(NamedTuple):
+    """An installation at one moment, and its past of `span_s` seconds, if that is known."""
+
+    overview: Overview
+    past: History | None
+    span_s: int
 
 
 @click.command("top", cls=SectionedCommand)
@@ -149,81 +157,84 @@ def command(client: ApiClient, output: str, once: bool, every_s: float) -> None:
     line each time, without sparklines.
     """
 
-    def query() -> Row:
-        overview = dict(client.get("overview"))
-        if output in ("table", "wide"):
-            overview["past"] = _past(client)
-        return overview
+    def look() -> Look:
+        return Look(client.read(Overview, "overview"), *_past(client))
 
-    def lines(overview: Row) -> list[str]:
-        return list(_lines(overview, str(client), output == "wide"))
+    def lines(found: Look) -> list[str]:
+        return list(_lines(found, str(client), output == "wide"))
+
+    if output in ("json", "yaml"):
+        _show_data(lambda: dict(client.get("overview")), output, once, every_s)
+    elif once:
+        click.echo("\n".join(lines(look())))
+    elif draws(output):
+        draw_again(look, lines, every_s)
+    else:
+        write_again(look, lambda found: _write("\n".join([*lines(found), ""])), every_s)
+
+
+def _show_data(query: Callable[[], Row], output: str, once: bool, every_s: float) -> None:
+    def write(overview: Row) -> None:
+        if output == "json":
+            _write(json_text(overview))
+        else:
+            _write("---")
+            show_data(overview, output)
 
     if once:
-        overview = query()
-        if output in ("json", "yaml"):
-            show_data(overview, output)
-        else:
-            click.echo("\n".join(lines(overview)))
-    elif draws(output):
-        draw_again(query, lines, every_s)
+        show_data(query(), output)
     else:
-        write_again(query, lambda overview: _write(overview, lines, output), every_s)
+        write_again(query, write, every_s)
 
 
-def _write(overview: Row, lines: Callable[[Row], list[str]], output: str) -> None:
-    if output == "json":
-        click.echo(json_text(overview))
-    elif output == "yaml":
-        click.echo("---")
-        show_data(overview, output)
-    else:
-        click.echo("\n".join([*lines(overview), ""]))
+def _write(text: str) -> None:
+    click.echo(text)
     sys.stdout.flush()
 
 
-def _lines(overview: Row, where: str, wide: bool) -> Iterator[str]:
-    partitions, proxies = overview["partitions"], overview["proxies"]
-    partial = any(row.get("pending") is None for row in partitions) or not all(
-        proxy["reached"] for proxy in proxies
-    )
-    groups = [{**group, "partial": partial} for group in overview["groups"]]
+def _lines(found: Look, where: str, wide: bool) -> Iterator[str]:
+    overview, width = found.overview, width_of(sys.stdout)
+    partitions, proxies, partial = overview.partitions, overview.proxies, overview.partial
     yield f"txbroker at {printable(where)}, {_of(proxies)} ready"
     for proxy in proxies:
-        if proxy.get("kafka_silent_since_ms") is not None:
-            whom = "this proxy" if len(proxies) == 1 else proxy["url"]
-            since, why = clock(proxy["kafka_silent_since_ms"])[11:19], proxy.get("kafka_why", "")
-            yield f"Kafka has not answered {printable(whom)} since {since} UTC" + (
+        if proxy.kafka_silent_since_ms is not None:
+            whom = "this proxy" if len(proxies) == 1 else proxy.url
+            at, why = clock(proxy.kafka_silent_since_ms)[11:19], proxy.kafka_why
+            yield f"Kafka has not answered {printable(whom)} since {at} UTC" + (
                 f": {printable(why)}" if why else ""
             )
-    width = width_of(sys.stdout)
     counts = [
-        f"{name} {_sum(partitions, name, partial)}"
+        f"{name} {_sum([getattr(row, name) for row in partitions], partial)}"
         for name in ("pending", "parked", "refused", "committed")
     ]
-    yield from _packed("now     ", [*counts, _oldest(partitions), _sums_as_of(partitions)], width)
+    as_of = [] if overview.as_of_ms is None else [f"as of {clock(overview.as_of_ms)[11:19]} UTC"]
+    yield from _packed("now     ", [*counts, _oldest(partitions), *as_of], width)
     rates = [
         f"{what} {_sum_of_rates(partitions, what)}" for what in ("prepared", "decided", "promoted")
     ]
     yield from _packed("rates   ", rates, width)
-    yield from _sparklines(overview.get("past") or {}, width)
-    refused = overview["refused_topics"]
-    if refused:
-        shown = [f"by {printable(topic)} {count:,}" for topic, count in refused.items()]
+    yield from _sparklines(found, width)
+    if overview.refused_topics:
+        shown = [f"by {printable(name)} {n:,}" for name, n in overview.refused_topics.items()]
         yield from _packed("refused ", shown, width)
-    problems = problems_of(msgspec.convert(overview, Overview))
-    trouble = list(dict.fromkeys(words for words, _group in problems))
+    trouble = list(dict.fromkeys(words for words, _group in problems_of(overview)))
     if trouble:
         yield from _packed("trouble ", trouble, width)
     yield ""
-    shown_groups = groups if wide else groups[:GROUPS_SHOWN]
+    shown_groups = overview.groups if wide else overview.groups[:GROUPS_SHOWN]
     left_out: dict[str, None] = {}
-    for rows, columns in ((shown_groups, GROUPS), (partitions, PARTITIONS), (proxies, PROXIES)):
+    tables: tuple[tuple[Sequence[Struct], Sequence[TableColumn]], ...] = (
+        (shown_groups, _groups(partial)),
+        (partitions, PARTITIONS),
+        (proxies, PROXIES),
+    )
+    for rows, columns in tables:
         fitting = [one for one in columns if one.title != "AS OF" or any(map(_as_of, rows))]
         named = shown_columns(fitting, "wide" if wide else "table")
         fitted = table(rows, named, sys.stdout, fit=not wide)
         left_out |= dict.fromkeys(fitted.left_out)
         yield from fitted.lines
-        left = len(groups) - len(shown_groups) + overview["groups_left_off"]
+        left = len(overview.groups) - len(shown_groups) + overview.groups_left_off
         if rows is shown_groups and left:
             yield f"… and {left:,} more groups"
         if rows:
@@ -246,39 +257,38 @@ def _packed(head: str, parts: Sequence[str], width: int) -> Iterator[str]:
 # --- the last quarter of an hour -----------------------------------------------------------------
 
 
-def _past(client: ApiClient) -> dict[str, Any]:
-    """Return the history; nothing if the proxy has none, as an older one."""
+def _past(client: ApiClient) -> tuple[History | None, int]:
+    """Return the history and its seconds; None if the proxy has none, as an older one."""
     try:
-        past = dict(client.get("history", since_s=PAST_S[0]))
-        points = past.get("points") or [{"at_ms": 0}]
-        if points[-1]["at_ms"] - points[0]["at_ms"] >= PAST_S[1] * 1000:
-            return {**past, "span_s": PAST_S[0]}
-        return {**client.get("history", since_s=PAST_S[1]), "span_s": PAST_S[1]}
+        past = client.read(History, "history", since_s=PAST_S[0])
+        points = past.points
+        if points and points[-1].at_ms - points[0].at_ms >= PAST_S[1] * 1000:
+            return past, PAST_S[0]
+        return client.read(History, "history", since_s=PAST_S[1]), PAST_S[1]
     except ApiError:
-        return {}
+        return None, 0
 
 
-def _sparklines(past: dict[str, Any], width: int) -> Iterator[str]:
-    points = past.get("points", ())
-    if not points:
+def _sparklines(found: Look, width: int) -> Iterator[str]:
+    past, span_s = found.past, found.span_s
+    if past is None or not past.points:
         return
-    step_s, span_s = past["step_s"], past["span_s"]
+    points, step_s = past.points, past.step_s
     yield f"the last {span_s // 60} minutes"
-    failed = [p["checks"]["unknown"] + p["checks"]["unclear"] for p in points]
-    promoted = [p["promoted"] / step_s or (None if p["pending"] is None else 0.0) for p in points]
-    oldest = [None if p["pending"] is None else p["oldest_pending_age_s"] or 0.0 for p in points]
+    promoted = [p.promoted / step_s or (None if p.pending is None else 0.0) for p in points]
+    oldest = [None if p.pending is None else p.oldest_pending_age_s or 0.0 for p in points]
     rows: list[tuple[str, list[float | None], Callable[[float], str]]] = [
         ("promoted", promoted, lambda v: f"{_shown_rate(v)}/s"),
-        ("pending", [p["pending"] for p in points], lambda v: f"{v:,.0f}"),
+        ("pending", [p.pending for p in points], lambda v: f"{v:,.0f}"),
         ("oldest", oldest, duration),
-        ("failing", [number / step_s for number in failed], lambda v: f"{_shown_rate(v)}/s"),
+        ("failing", [p.checks.undecided / step_s for p in points], lambda v: f"{_shown_rate(v)}/s"),
     ]
     slots = min(BARS_MAX, max(5, width - 40))
     for name, values, shown in rows:
         known = [value for value in values if value is not None]
         if not known or (name == "failing" and not any(known)):
             continue
-        placed = _placed([p["at_ms"] for p in points], values, slots, span_s)
+        placed = _placed([p.at_ms for p in points], values, slots, span_s)
         # The present values are above: the newest step here may be seconds older.
         yield f"{name:<8}  {_bars(placed)}  at most {shown(max(known))}"
 
@@ -303,38 +313,33 @@ def _bars(values: list[float | None]) -> str:
     return "".join(" " if value is None else bars[round(value / most * last)] for value in values)
 
 
-def _sum(partitions: list[dict[str, Any]], name: str, partial: bool) -> str:
-    known = [row[name] for row in partitions if row.get(name) is not None]
+def _sum(counts: Sequence[int | None], partial: bool) -> str:
+    known = [count for count in counts if count is not None]
     total = sum(known) if known else None
     if total is None or (partial and not total):
         return "-"
     return f"at least {total:,}" if partial else f"{total:,}"
 
 
-def _sums_as_of(partitions: list[dict[str, Any]]) -> str:
-    times = [row["as_of_ms"] for row in partitions if row.get("as_of_ms") is not None]
-    return f"as of {clock(min(times))[11:19]} UTC" if times else ""
-
-
-def _sum_of_rates(partitions: list[dict[str, Any]], what: str) -> str:
+def _sum_of_rates(partitions: Sequence[PartitionOverview], what: str) -> str:
     """Return the rate of the half partitions whose present is known."""
-    rates = [row["rates"][f"{what}_per_s"] for row in partitions if _current(row)]
+    rates = [getattr(row.rates, f"{what}_per_s") for row in partitions if _current(row)]
     if not rates or (len(rates) < len(partitions) and not sum(rates)):
         return "-"
     return ("at least " if len(rates) < len(partitions) else "") + f"{sum(rates):,.1f}/s"
 
 
-def _of(proxies: list[dict[str, Any]]) -> str:
-    ready = sum(bool(proxy["ready"]) for proxy in proxies)
+def _of(proxies: Sequence[ProxyOverview]) -> str:
+    ready = sum(proxy.ready for proxy in proxies)
     return f"{ready} of {len(proxies)} {'proxy' if len(proxies) == 1 else 'proxies'}"
 
 
-def _oldest(partitions: list[dict[str, Any]]) -> str:
-    ages = [row["oldest_pending_age_s"] for row in partitions if row.get("oldest_pending_age_s")]
+def _oldest(partitions: Sequence[PartitionOverview]) -> str:
+    ages = [row.oldest_pending_age_s for row in partitions if row.oldest_pending_age_s]
     return f"oldest pending {duration(max(ages))}" if ages else ""
 
 
-def _proxy_state(row: dict[str, Any]) -> str:
-    if not row["reached"]:
+def _proxy_state(row: ProxyOverview) -> str:
+    if not row.reached:
         return "no answer"
-    return "ready" if row["ready"] else "not ready"
+    return "ready" if row.ready else "not ready"

@@ -12,9 +12,10 @@ from msgspec import structs
 from tests.kit.doctor import ALL, METRICS, NOW_MS, NOW_S, ONE, TWO, World
 from txbroker.cli.doctor import checks_kafka
 from txbroker.cli.doctor.findings import CheckLevel
-from txbroker.cli.doctor.subject import ReadyAnswer, RegisteredGroup, TestCall, Unavailable
+from txbroker.cli.doctor.subject import ReadyAnswer, Unavailable
 from txbroker.contract.audit import AuditNews, CheckNews, encode_news
 from txbroker.contract.drift import Severity
+from txbroker.contract.groups import GroupAnswer, TestedBody
 from txbroker.contract.service import CheckCounts, CheckReport, GroupChecks, GroupOverview
 from txbroker.core.records import Record
 from txbroker.door.own_topics import Stop
@@ -343,24 +344,32 @@ async def test_two_versions_are_a_warning(world: World) -> None:
 
 
 async def test_unreachable_group_fails(world: World) -> None:
-    world.proxies.tests["web"] = TestCall("web", False, "http://web/check", None, "refused")
+    world.proxies.tests["web"] = TestedBody(
+        group="web", answered=False, endpoint="http://web/check", status=None, why="refused"
+    )
     assert await world.seen("groups-reachable") == (FAILS, ("web: http://web/check: refused",))
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 405])
 async def test_endpoint_that_refuses_checks_fails(world: World, status: int) -> None:
-    world.proxies.tests["web"] = TestCall("web", False, "http://web/check", status, "no")
+    world.proxies.tests["web"] = TestedBody(
+        group="web", answered=False, endpoint="http://web/check", status=status, why="no"
+    )
     assert (await world.outcome("groups-reachable")).level is FAILS
 
 
 @pytest.mark.parametrize("status", [400, 422, 500])
 async def test_endpoint_without_test_calls_is_reachable(world: World, status: int) -> None:
-    world.proxies.tests["web"] = TestCall("web", False, "http://web/check", status, "reached")
+    world.proxies.tests["web"] = TestedBody(
+        group="web", answered=False, endpoint="http://web/check", status=status, why="reached"
+    )
     assert (await world.outcome("groups-reachable")).level is WARNING
 
 
 async def test_dead_url_of_connected_group_is_a_warning(world: World) -> None:
-    world.proxies.tests["web"] = TestCall("web", False, "http://web/check", None, "refused")
+    world.proxies.tests["web"] = TestedBody(
+        group="web", answered=False, endpoint="http://web/check", status=None, why="refused"
+    )
     world.proxies.group("web", sessions=1)
     assert (await world.outcome("groups-reachable")).level is WARNING
 
@@ -380,8 +389,8 @@ async def test_group_without_session_and_url_is_reported(world: World) -> None:
 
 async def test_test_calls_use_the_groups_timeout(world: World) -> None:
     world.proxies.registered = [
-        RegisteredGroup("web", 0, "http://web/check", timeout_s=9.0),
-        RegisteredGroup("shop", 0, "http://shop/check"),
+        GroupAnswer(group="web", sessions=0, check_url="http://web/check", timeout_s=9.0),
+        GroupAnswer(group="shop", sessions=0, check_url="http://shop/check"),
     ]
     world.proxies.tests["shop"] = Unavailable("the proxy went away")
     found = await world.outcome("groups-reachable")
@@ -419,7 +428,7 @@ async def test_old_pending_transaction_fails(
 async def test_check_policy_of_the_group_counts(
     world: World, policy: dict[str, Any], level: CheckLevel
 ) -> None:
-    world.proxies.registered = [RegisteredGroup("orders", 1, **policy)]
+    world.proxies.registered = [GroupAnswer(group="orders", sessions=1, **policy)]
     world.proxies.group("orders", oldest_pending_age_s=3600.0)
     found = await world.outcome("pending-age")
     assert found.level is level

@@ -11,7 +11,8 @@ from msgspec import structs
 
 from tests.kit.doctor import NOW_S, ONE, TWO, World, settings
 from txbroker.cli.doctor.findings import CheckLevel
-from txbroker.cli.doctor.subject import NotAllowed, RegisteredGroup
+from txbroker.cli.doctor.subject import NotAllowed
+from txbroker.contract.groups import GroupAnswer
 from txbroker.principals import Role, format_principal
 
 OK, WARNING, UNKNOWN, FAILS = (
@@ -372,13 +373,15 @@ async def test_viewer_reports_skipped_test_calls(world: World) -> None:
 
 async def test_unusable_policies_fail(world: World) -> None:
     world.proxies.registered = [
-        RegisteredGroup("web", 0, "http://web/check", problem="secrets_dir is not set"),
-        RegisteredGroup("orders"),
+        GroupAnswer(
+            group="web", sessions=0, check_url="http://web/check", problem="secrets_dir is not set"
+        ),
+        GroupAnswer(group="orders", sessions=0),
     ]
     found = await world.outcome("groups-usable")
     assert (found.level, found.found) == (FAILS, "1 of 2 cannot be used")
     assert found.details == ("web: secrets_dir is not set",)
-    world.proxies.registered = [RegisteredGroup("web", 0, "http://web/check")]
+    world.proxies.registered = [GroupAnswer(group="web", sessions=0, check_url="http://web/check")]
     assert (await world.outcome("groups-usable")).level is OK
 
 
@@ -386,9 +389,9 @@ async def test_check_url_beside_instances_is_a_warning(world: World) -> None:
     """What answers at the URL decides for instances that died."""
     url = "http://web/check"
     for group, level in (
-        (RegisteredGroup("web", 2, url), WARNING),
-        (RegisteredGroup("web", 2, url, signed_answers=True), OK),
-        (RegisteredGroup("web", 0, url), OK),
+        (GroupAnswer(group="web", sessions=2, check_url=url), WARNING),
+        (GroupAnswer(group="web", sessions=2, check_url=url, signed_answers=True), OK),
+        (GroupAnswer(group="web", sessions=0, check_url=url), OK),
     ):
         world.proxies.registered = [group]
         found = await world.outcome("groups-usable")

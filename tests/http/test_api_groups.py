@@ -14,10 +14,11 @@ import pytest
 
 from tests.kit.http_api import Api, running_api
 from tests.kit.secret_files import secret_file
+from txbroker.contract.groups import GroupAnswer
 from txbroker.contract.policy import GroupPolicy, PolicyError, check_group_name
 from txbroker.contract.service import Readiness
 from txbroker.errors import KafkaUnavailable
-from txbroker.proxy.http.bodies import GroupAnswer, GroupBody
+from txbroker.proxy.http.bodies import GroupBody
 from txbroker.proxy.observe.metrics import Gauges
 
 POLICY = {"check_url": "http://127.0.0.1:9/check", "secret_ref": "env:SECRET", "attempts_max": 3}

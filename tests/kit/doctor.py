@@ -13,12 +13,11 @@ from txbroker.cli.doctor.report import CHECKS, DoctorReport, examine
 from txbroker.cli.doctor.subject import (
     DoctorThresholds,
     ReadyAnswer,
-    RegisteredGroup,
     Subject,
-    TestCall,
     Unavailable,
 )
 from txbroker.config.settings import Settings
+from txbroker.contract.groups import GroupAnswer, TestedBody
 from txbroker.contract.service import GroupOverview, Overview, PartitionOverview, ProxyOverview
 from txbroker.diagnosis.limits import DiagnosisLimits
 from txbroker.door.consuming import TopicSpec
@@ -187,9 +186,9 @@ class FakeProxies:
             groups_left_off=0,
             refused_topics={},
         )
-        self.registered = [RegisteredGroup("web", 0, "http://web/check")]
-        self.tests: dict[str, TestCall | Exception] = {
-            "web": TestCall("web", True, "http://web/check", 200)
+        self.registered = [GroupAnswer(group="web", sessions=0, check_url="http://web/check")]
+        self.tests: dict[str, TestedBody | Exception] = {
+            "web": TestedBody(group="web", answered=True, endpoint="http://web/check", status=200)
         }
         self.pages: dict[str, str | Exception] = {ONE: METRICS, TWO: METRICS}
         self.times_s: dict[str, float] = {}
@@ -208,11 +207,11 @@ class FakeProxies:
         _or_raise(self.pages[url])
         return 200 if (url, path) in self.open else 401
 
-    async def groups(self) -> list[RegisteredGroup]:
+    async def groups(self) -> list[GroupAnswer]:
         _or_raise(self.view)
         return self.registered
 
-    async def test_group(self, group: str, timeout_s: float) -> TestCall:
+    async def test_group(self, group: str, timeout_s: float) -> TestedBody:
         self.times_s[group] = timeout_s
         return _or_raise(self.tests[group])
 

@@ -4,11 +4,12 @@ These structs decode requests, encode answers and generate the OpenAPI document,
 cannot differ. Only messages are decoded by `txbroker.contract.json`.
 """
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from txbroker.contract.groups import AnswerBody
 from txbroker.contract.json import TARGET_PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.contract.policy import (
     ATTEMPTS_MAX,
@@ -174,10 +175,6 @@ TransactionId = Annotated[
 
 class RequestBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A body or a query; an unknown field is refused, not ignored."""
-
-
-class AnswerBody(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The body of an answer; fields with their default are omitted."""
 
 
 # --- requests --------------------------------------------------------------------------------
@@ -394,60 +391,6 @@ class SearchBody(PageBody, frozen=True):
     done: float
     records: int
     unread: int
-
-
-class GroupAnswer(AnswerBody, frozen=True):
-    """A registered group, and its number of checkable sessions at this proxy.
-
-    The query of the check URL is hidden. `problem`: why this proxy cannot use the policy.
-    """
-
-    group: str
-    sessions: int
-    check_url: str | None = None
-    secret_ref: str | None = None
-    check_after_s: float | None = None
-    check_interval_s: float | None = None
-    attempts_max: int | None = None
-    timeout_s: float | None = None
-    parallel: int | None = None
-    answer_bytes_max: int | None = None
-    signed_answers: bool | None = None
-    problem: str | None = None
-
-
-class GroupsBody(AnswerBody, frozen=True):
-    """All registered groups by name."""
-
-    groups: list[GroupAnswer]
-
-
-class RemovedBody(AnswerBody, frozen=True):
-    """The group is no longer registered."""
-
-    group: str
-    removed: bool
-
-
-TestSignature: TypeAlias = Literal["accepted", "refused", "unknown"]
-
-
-class TestedBody(AnswerBody, frozen=True):
-    """The result of a test call to a group; `why` is the problem, if any.
-
-    `status` is the HTTP status of a check URL, null without an answer. `answer` is the decision of
-    a connected instance. `signature` is missing if no secret is registered, "unknown" if the answer
-    does not show whether it was accepted. `took_ms` is the time until the answer.
-    """
-
-    group: str
-    answered: bool
-    endpoint: str = ""
-    status: int | None = None
-    why: str = ""
-    answer: Decision | None = None
-    signature: TestSignature | None = None
-    took_ms: float = 0.0
 
 
 class HealthBody(AnswerBody, frozen=True):

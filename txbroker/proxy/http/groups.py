@@ -10,19 +10,19 @@ from msgspec import structs
 from txbroker.checkers.base import Answered, CheckCall
 from txbroker.checkers.http import try_group
 from txbroker.checkers.sessions import SessionChannel
-from txbroker.contract.policy import QUERY_MASK, GroupPolicy, PolicyError, without_query
-from txbroker.core.records import CheckReason
-from txbroker.core.routing import make_id
-from txbroker.errors import BadRequest, KafkaDown, NotPermitted, UnknownGroup
-from txbroker.principals import ONLY_OPERATORS, READERS, WRITERS, Role
-from txbroker.proxy.http.bodies import (
+from txbroker.contract.groups import (
     GroupAnswer,
-    GroupBody,
     GroupsBody,
     RemovedBody,
     TestedBody,
     TestSignature,
 )
+from txbroker.contract.policy import QUERY_MASK, GroupPolicy, PolicyError, without_query
+from txbroker.core.records import CheckReason
+from txbroker.core.routing import make_id
+from txbroker.errors import BadRequest, KafkaDown, NotPermitted, UnknownGroup
+from txbroker.principals import ONLY_OPERATORS, READERS, WRITERS, Role
+from txbroker.proxy.http.bodies import GroupBody
 from txbroker.proxy.http.limits import check_group
 from txbroker.proxy.http.operations import ApiCall, ApiReply, Operation
 from txbroker.proxy.observe.logging import get_logger

@@ -1,0 +1,67 @@
+"""Answers about producer groups, as the HTTP API encodes and its clients decode them."""
+
+from typing import Literal, TypeAlias
+
+from msgspec import Struct
+
+from txbroker.core.records import Decision
+
+
+class AnswerBody(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The body of an answer; fields with their default are omitted."""
+
+
+class GroupAnswer(AnswerBody, frozen=True):
+    """A registered group, and its number of checkable sessions at this proxy.
+
+    The query of the check URL is hidden. `problem`: why this proxy cannot use the policy.
+    """
+
+    group: str
+    sessions: int
+    check_url: str | None = None
+    secret_ref: str | None = None
+    check_after_s: float | None = None
+    check_interval_s: float | None = None
+    attempts_max: int | None = None
+    timeout_s: float | None = None
+    parallel: int | None = None
+    answer_bytes_max: int | None = None
+    signed_answers: bool | None = None
+    problem: str | None = None
+
+
+class GroupsBody(AnswerBody, frozen=True):
+    """All registered groups by name."""
+
+    groups: list[GroupAnswer]
+
+
+class RemovedBody(AnswerBody, frozen=True):
+    """The group is no longer registered."""
+
+    group: str
+    removed: bool
+
+
+TestSignature: TypeAlias = Literal["accepted", "refused", "unknown"]
+
+
+class TestedBody(AnswerBody, frozen=True):
+    """The result of a test call to a group; `why` is the problem, if any.
+
+    `status` is the HTTP status of a check URL, null without an answer. `answer` is the decision of
+    a connected instance. `signature` is missing if no secret is registered, "unknown" if the answer
+    does not show whether it was accepted. `took_ms` is the time until the answer.
+    """
+
+    __test__ = False  # pytest takes the name for that of a test
+
+    group: str
+    answered: bool
+    endpoint: str = ""
+    status: int | None = None
+    why: str = ""
+    answer: Decision | None = None
+    signature: TestSignature | None = None
+    took_ms: float = 0.0
