@@ -125,7 +125,7 @@ class Harness:
             pending_max=1000,
             pending_group_max=1000,
             half_retention_ms=14 * DAY_MS,
-            turns=PromotionLimits(),
+            promotion_limits=PromotionLimits(),
         )
 
         owner = PartitionOwner(

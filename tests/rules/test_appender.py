@@ -308,7 +308,7 @@ async def test_refused_transactions_count_in_share(harness: Harness, trouble: st
 
 async def test_one_share_cannot_fill_deferred_list(harness: Harness) -> None:
     harness.proxy.principals = lambda: directory("shop", "bank")
-    owner = await harness.owner(turns=PromotionLimits(deferred_max=5))
+    owner = await harness.owner(promotion_limits=PromotionLimits(deferred_max=5))
     harness.kafka.set_leaderless("t", 0)
     for number in range(4):
         await harness.committed(owner, group=f"shop-{number}")

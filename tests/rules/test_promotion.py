@@ -64,7 +64,7 @@ def test_transactional_ids_name_installation_and_time_out() -> None:
 
 @pytest.mark.rule(13)
 async def test_transaction_is_promoted_in_one_txn(harness: Harness) -> None:
-    owner = await harness.owner(turns=PromotionLimits(transactions_max=1, bytes_max=1))
+    owner = await harness.owner(promotion_limits=PromotionLimits(transactions_max=1, bytes_max=1))
     ids = [
         await harness.committed(owner, message("a"), message("b", at=1), message("c", topic="u"))
         for _ in range(3)
@@ -271,7 +271,7 @@ async def test_next_owner_promotes_deferred_once(harness: Harness) -> None:
 
 @pytest.mark.rule(17)
 async def test_full_deferred_list_stops_promotion_and_prepares(harness: Harness) -> None:
-    owner = await harness.owner(turns=PromotionLimits(deferred_max=2))
+    owner = await harness.owner(promotion_limits=PromotionLimits(deferred_max=2))
     harness.kafka.set_leaderless("t", 0)
     ids = [await harness.prepared(owner) for _ in range(4)]
     beside = await harness.prepared(owner, message("beside", at=1, key=b"other"))

@@ -141,7 +141,7 @@ async def test_next_owner_promotes_copy_made_after_commit(harness: Harness) -> N
     """Its half message is gone, its marker lies above the progress of the turn that copied it."""
     # The others are committed meanwhile, so the next turn takes only one of them.
     begin, stuck = Gate(), Gate()
-    owner = await harness.owner(turns=PromotionLimits(transactions_max=1))
+    owner = await harness.owner(promotion_limits=PromotionLimits(transactions_max=1))
     first, second, third = [await harness.prepared(owner, message(v)) for v in ("1", "2", "3")]
     harness.partition.writes.extend([begin.write, MemoryPartitionDoor.write, stuck.write])
     await commit(owner, first)

@@ -152,7 +152,7 @@ def _cut(
             continue
         place = transaction.places[0]
         plan.deferred[transaction.id] = Cause(
-            _FULL, "it goes with the next turn", place.topic, place.partition, True
+            _FULL, "it goes with the next promotion transaction", place.topic, place.partition, True
         )
 
 

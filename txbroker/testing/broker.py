@@ -271,7 +271,8 @@ class InMemoryBroker:
             if step_ms <= 0:
                 return
             clock.advance(step_ms / 1000)
-            self._proxy.broker.clock_at_least(clock.now_ms())
+            for owner in self._proxy.broker.partitions.open().values():
+                owner.clock_at_least(clock.now_ms())
 
     def _due_ms(self) -> list[int]:
         """Return the due times of pending transactions, except those of unreachable groups."""

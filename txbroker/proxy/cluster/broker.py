@@ -119,8 +119,8 @@ class Broker:
     ) -> None:
         self._door = door
         self._settings = settings
-        self._beside = headers_bytes(installation_headers(settings.topic_prefix))
-        self._placing = TargetPartitioner(self._beside)
+        self._overhead_bytes = headers_bytes(installation_headers(settings.topic_prefix))
+        self._placing = TargetPartitioner(self._overhead_bytes)
         self._keyless: Sticky[int] = Sticky()
         prefix = settings.topic_prefix
         self._logs = LogNames(f"{prefix}.half", f"{prefix}.op")
@@ -178,13 +178,6 @@ class Broker:
 
     def _keep_time(self) -> None:
         self._clock = LogTime(self.now_ms())
-
-    def clock_at_least(self, now_ms: int) -> None:
-        """Advance the brokers' clock. Only a test broker whose clock is set forward calls this;
-        otherwise the clock follows append times."""
-        self._clock.at_least(now_ms)
-        for owner in self.partitions.open().values():
-            owner.clock_at_least(now_ms)
 
     def readiness(self) -> Readiness:
         """Return whether this proxy takes calls: all its partitions are caught up."""
@@ -410,7 +403,7 @@ class Broker:
             if transaction.verdict.decision is not None:
                 return place_like(prepared, messages)
             return await accept_replacement(
-                prepared, messages, self._targets, owner.now_ms(), self._beside
+                prepared, messages, self._targets, owner.now_ms(), self._overhead_bytes
             )
         except KafkaUnavailable as error:
             raise OwnerUnavailable(str(error), id=transaction.id) from None

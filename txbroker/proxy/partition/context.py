@@ -43,7 +43,7 @@ class OwnerSettings(Struct, frozen=True):
         pending_max: limit of unsettled transactions.
         pending_group_max: limit of unsettled transactions of one share.
         half_retention_ms: retention of the half topic.
-        turns: limits of one promotion transaction.
+        promotion_limits: limits of one promotion transaction.
         snapshot_records_min: records after which a snapshot is due.
         installation: the first headers of every promoted record.
     """
@@ -52,13 +52,13 @@ class OwnerSettings(Struct, frozen=True):
     pending_max: int
     pending_group_max: int
     half_retention_ms: int
-    turns: PromotionLimits = PromotionLimits()
+    promotion_limits: PromotionLimits = PromotionLimits()
     snapshot_records_min: int = 20_000
     installation: tuple[Header, ...] = ()
 
     def waiting_share_max(self) -> int:
         """Return how many transactions of one share may wait for unavailable targets."""
-        return share_max(self.turns.deferred_max)
+        return share_max(self.promotion_limits.deferred_max)
 
 
 class PartitionEvents(Protocol):

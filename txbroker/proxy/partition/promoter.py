@@ -113,13 +113,13 @@ class Promoter:
         self._half = half
         self._claimer = claimer
         self._limiter = context.proxy.limiter
-        self._limits = settings.turns
+        self._limits = settings.promotion_limits
         self._installation = settings.installation
         self._overhead_bytes = headers_bytes(settings.installation)
         # The value of `commits_waited` at the last read of the half topic.
         self._half_read_for = 0
         self._quarantine = TargetQuarantine()
-        self._retries = RetryQueue(context.ledger, settings.turns, self._quarantine)
+        self._retries = RetryQueue(context.ledger, settings.promotion_limits, self._quarantine)
         self._wake = asyncio.Event()
         self._in_flight: set[str] = set()
         # Those of them whose promotion is committed, but perhaps not visible to readers.
@@ -281,7 +281,9 @@ class Promoter:
         except PromotionTxnRefused as error:
             self._retries.isolate(plan.promote, error.cause)
             self._targets.forget(error.cause.topic)
-            log.warning("turn refused", partition=self._door.partition, why=error.cause.message)
+            log.warning(
+                "promotion refused", partition=self._door.partition, why=error.cause.message
+            )
             self._lost = True
             self._failed(txn)
         except (PromotionTxnLost, Fenced, KafkaUnavailable) as error:
@@ -492,7 +494,7 @@ class Promoter:
 
     def _note_lost(self, txn: _Txn, error: Exception) -> None:
         self._failed(txn)
-        log.warning("turn lost", partition=self._door.partition, why=str(error))
+        log.warning("promotion lost", partition=self._door.partition, why=str(error))
         self._context.events.kafka_failed("turn")
         self._lost = True
 
