@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from txbroker.diagnosis.rows import AlertRule
+from txbroker.diagnosis.rows import AlertRule, Diagnosis
 from txbroker.diagnosis.table import DIAGNOSES
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +39,7 @@ _GROUPS = {
 """The groups of rules in order, each with its remark."""
 _TABLE = re.compile(r"(?<=\| --- \| --- \| --- \| --- \|\n)(\|.*\n)+")
 
-Rules = dict[str, list[AlertRule]]
+Rules = dict[str, list[tuple[Diagnosis, AlertRule]]]
 
 
 def rules_by_alert() -> Rules:
@@ -47,9 +47,10 @@ def rules_by_alert() -> Rules:
     rules: Rules = {}
     for one in DIAGNOSES:
         if one.rules:
-            rules.setdefault(one.name, []).extend(one.rules)
-    critical_first = sorted(rules.items(), key=lambda item: not any(r.critical for r in item[1]))
-    return {name: sorted(its, key=lambda rule: not rule.critical) for name, its in critical_first}
+            rules.setdefault(one.name, []).extend((one, rule) for rule in one.rules)
+    for its in rules.values():
+        its.sort(key=lambda pair: not pair[1].critical)
+    return dict(sorted(rules.items(), key=lambda item: not item[1][0][1].critical))
 
 
 def pages() -> dict[Path, str]:
@@ -71,24 +72,24 @@ def _alerts(rules: Rules) -> Iterator[str]:
     for number, (group, remark) in enumerate(_GROUPS.items()):
         yield "\n" * (number > 0) + _comment(remark, "  ")
         yield f"  - name: txbroker-{group}\n    rules:\n"
-        its = [(name, one) for name, all_ in rules.items() for one in all_ if one.group == group]
-        yield "\n".join(_rule(name, one) for name, one in its)
+        its = [pair for pairs in rules.values() for pair in pairs if pair[1].group == group]
+        yield "\n".join(_rule(one, rule) for one, rule in its)
 
 
-def _rule(name: str, rule: AlertRule) -> str:
+def _rule(one: Diagnosis, rule: AlertRule) -> str:
     labels = {"severity": rule.severity, "scope": rule.scope}
     lines = [
-        f"      - alert: {name}",
+        f"      - alert: {one.name}",
         "        expr: |",
         textwrap.indent(rule.expr, " " * 10),
         *([f"        for: {rule.after}"] if rule.after else []),
         "        labels:",
         *(f"          {label}: {value}" for label, value in labels.items() if value),
         "        annotations:",
-        f"          summary: {rule.summary}",
+        f"          summary: {one.summary(rule)}",
         "          description: >-",
         _filled(rule.description, " " * 12),
-        f"          runbook_url: {RUNBOOKS_URL}{name}.md",
+        f"          runbook_url: {RUNBOOKS_URL}{one.name}.md",
     ]
     return _comment(rule.remark, " " * 6) + "\n".join([*lines, ""])
 
@@ -108,14 +109,14 @@ def _filled(text: str, indent: str) -> str:
 
 def _index(rules: Rules) -> Iterator[str]:
     for name, its in rules.items():
-        for number, rule in enumerate(its):
+        for number, (_, rule) in enumerate(its):
             link = "" if number else f" [{name}]({name}.md)"
             yield f"|{link} | {rule.severity} | {_fires(rule)} | {rule.after or 'at once'} |\n"
 
 
-def _runbook_head(name: str, rules: list[AlertRule]) -> str:
+def _runbook_head(name: str, rules: list[tuple[Diagnosis, AlertRule]]) -> str:
     lines = [f"# {name}"]
-    for rule in rules:
+    for _, rule in rules:
         after = f"after {rule.after}" if rule.after else "at once"
         lines.append(f"- *{rule.severity}*, {after}: {_fires(rule)}.")
     return "\n".join([*lines, "", "## "])

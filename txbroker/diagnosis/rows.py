@@ -19,7 +19,8 @@ class AlertRule(Struct, frozen=True, kw_only=True):
         critical: whether it pages an operator; a warning can wait for the morning.
         scope: distinguishes the rules of one alert.
         fires: completes "fires when".
-        summary, description: what Prometheus sends; they may use `$labels` and `$value`.
+        description: what Prometheus sends; it may use `$labels` and `$value`.
+        summary: its title; "" is that of the condition.
         remark: why the rule is as it is.
     """
 
@@ -29,8 +30,8 @@ class AlertRule(Struct, frozen=True, kw_only=True):
     critical: bool = False
     scope: str = ""
     fires: str
-    summary: str
     description: str
+    summary: str = ""
     remark: str = ""
 
     @property
@@ -86,6 +87,10 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
     def runbook(self) -> str:
         """The path of its runbook."""
         return f"docs/runbooks/{self.name}.md"
+
+    def summary(self, rule: AlertRule) -> str:
+        """Return the title of a rule; the facts of the condition's title are its labels."""
+        return rule.summary or re.sub(r"{(\w+)}", r"{{ $labels.\1 }}", self.title.one)
 
     @property
     def words(self) -> str:

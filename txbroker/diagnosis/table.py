@@ -214,7 +214,6 @@ PROMOTION_STALLED = Diagnosis(
             after="1m",
             critical=True,
             fires=f"messages committed {span(LIMITS.promotion_s)} ago are not visible",
-            summary="Committed messages do not become visible",
             description="A transaction that was committed {{ $value | humanizeDuration }} ago is "
             "not promoted yet by the proxy {{ $labels.instance }}. Its consumers wait.",
         ),
@@ -298,7 +297,6 @@ min by ({_OF}) (txbroker_half_retention_seconds)""",
             critical=True,
             fires="retention is about to delete messages of unsettled transactions: less than "
             f"{percent(LIMITS.headroom_share)} of it is left",
-            summary="Kafka will delete messages of transactions that are not settled",
             description="In {{ $value | humanizeDuration }} retention reaches a half message that "
             "is neither settled nor copied. Copies should have been made when half of the "
             "retention was over.",
@@ -327,7 +325,6 @@ AUDIT_DRIFT = Diagnosis(
             after="1m",
             critical=True,
             fires="the audit found transactions that did not end as decided",
-            summary="The audit found transactions that did not end as they were decided",
             description="The newest batch audit, or a stream since it began, found "
             "{{ $value | humanize }} transactions of kind {{ $labels.kind }}.",
         ),
@@ -418,7 +415,6 @@ sum by ({_OF}, group) (
             after="5m",
             fires=f"more than {percent(LIMITS.failing_share)} of a group's checks, and at least "
             f"{LIMITS.failing_checks}, return no decision",
-            summary="Checks of group {{ $labels.group }} bring no decision",
             description="{{ $value | humanizePercentage }} of the checks that reached group {{ "
             "$labels.group }} in the last 15 minutes were answered with unknown, with an error or "
             "not in time. Each uses up an attempt; after the last one the transaction is parked.",
@@ -496,7 +492,6 @@ deriv((sum by ({_OF}, group) (txbroker_pending))[15m:1m]) > {LIMITS.growth_per_s
             after="15m",
             fires=f"a group with more than {LIMITS.pending:,} undecided transactions prepares "
             "faster than it decides",
-            summary="Group {{ $labels.group }} prepares more than is decided",
             description="{{ $value | humanize }} transactions of group {{ $labels.group }} are "
             "undecided, and their number has been growing for a quarter of an hour. At "
             "pending_group_max further prepares are refused as overloaded.",
@@ -551,7 +546,6 @@ max by ({_OF}, mode) (txbroker_audit_last_success_timestamp_seconds)
             after="10m",
             fires="no batch audit has ended, or a stream has judged nothing, for "
             f"{span(LIMITS.audit_s)}",
-            summary="The audit does not run any more",
             description="The newest {{ $labels.mode }} audit ended {{ $value | humanizeDuration }} "
             "ago.",
             remark="Silent where no audit of that mode, batch or stream, has ever run.",
@@ -577,7 +571,6 @@ max by ({_OF}) (
 > {LIMITS.stream_s:g}""",
             after="5m",
             fires=f"a streaming audit has judged nothing of the last {span(LIMITS.stream_s)}",
-            summary="The streaming audit does not keep up",
             description="It has judged what happened until {{ $value | humanizeDuration }} ago.",
             remark="A stopped stream lags, too. Silent where none has ever run.",
         ),
