@@ -59,25 +59,27 @@ ONLY_OPERATORS = (Role.OPERATOR,)
 
 
 class Patterns:
-    """Names that a pattern allows and none denies; `*` and `?` are wildcards."""
+    """Names that a pattern allows and none denies; `*` and `?` are wildcards.
+
+    Attributes:
+        everything: whether every name is allowed.
+        allows: returns whether a name is allowed.
+    """
 
     def __init__(self, allow: Iterable[str] = ("*",), deny: Iterable[str] = ()) -> None:
         self.allow, self.deny = allow, deny = _normal(allow), _normal(deny)
         self._text = ", ".join([*allow, *(f"not {pattern}" for pattern in deny)])
         self._allow = None if "*" in allow else _compiled(allow)
         self._deny = _compiled(deny) if deny else None
-        self._matches = lru_cache(maxsize=KNOWN_MAX)(self._match)
-
-    @property
-    def everything(self) -> bool:
-        """Whether every name is allowed."""
-        return self._allow is None and self._deny is None
+        # Attributes, not methods: no Python call where each operation of a frame is checked.
+        self.everything = self._allow is None and self._deny is None
+        self.allows: Callable[[str], bool] = lru_cache(maxsize=KNOWN_MAX)(self._match)
 
     def __str__(self) -> str:
         return self._text
 
     def __contains__(self, name: str) -> bool:
-        return self._matches(name)
+        return self.allows(name)
 
     def _match(self, name: str) -> bool:
         if self._deny is not None and self._deny.match(name):

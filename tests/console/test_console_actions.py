@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -10,9 +10,10 @@ from tests.console.console_world import Reader, Seen, parked, pending, reader_of
 from tests.kit.cluster import Proxies
 from tests.kit.service import Service
 from tests.kit.until import unique
-from txbroker.contract.service import DecideRequest, TransactionStatus
+from txbroker.contract.service import Answer, Run
 from txbroker.core.records import Message
 from txbroker.errors import OwnerUnavailable
+from txbroker.proxy.admission import Request
 from txbroker.proxy.console import actions
 
 
@@ -158,14 +159,20 @@ async def test_failures_are_listed_and_the_rest_is_done(
 ) -> None:
     group = unique("group")
     ids = await pending(service, 3, group=group)
-    decide: Callable[[DecideRequest], Awaitable[TransactionStatus]] = service.proxy.cluster.decide
+    runs: Callable[[Sequence[Request]], Sequence[Run]] = service.proxy.cluster.runs
 
-    async def failing(request: DecideRequest) -> TransactionStatus:
-        if request.id == ids[1]:
-            raise OwnerUnavailable("its owner is away")
-        return await decide(request)
+    async def away() -> Sequence[Answer]:
+        return (OwnerUnavailable("its owner is away"),)
 
-    monkeypatch.setattr(service.proxy.cluster, "decide", failing)
+    def failing(requests: Sequence[Request]) -> Sequence[Run]:
+        left = [n for n, request in enumerate(requests) if request.id != ids[1]]
+        found = runs([requests[n] for n in left])
+        return [
+            *[Run([left[n] for n in run.numbers], run.answers) for run in found],
+            *[Run((n,), away()) for n in range(len(requests)) if n not in left],
+        ]
+
+    monkeypatch.setattr(service.proxy.cluster, "runs", failing)
     done = await reader.act(f"/actions/rollback?state=pending&group={group}", reason="a test")
     assert done.main.one("h1").text == "Rolled back 2 of 3 transactions"
     assert done.listed() == [ids[1]]

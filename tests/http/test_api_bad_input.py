@@ -106,26 +106,9 @@ async def test_wrong_types_are_reported_with_their_path(
     assert words in error["message"]
 
 
-@pytest.mark.parametrize("id", ["0" * 25 + "U", "8" + "0" * 25, "ß" + "0" * 25])
-async def test_malformed_ids_are_refused(api: Api, id: str) -> None:
-    await refused(api, json.dumps(transaction(id=id)).encode(), 400, "bad_id")
-
-
 async def test_long_unknown_names_are_shortened_in_errors(api: Api) -> None:
     error = await refused(api, json.dumps({"x" * 100_000: 1}).encode())
     assert len(error["message"]) < 300
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [{"topic": "a", "value": "x" * 4_300_000}],
-        [{"topic": "a", "value": "x" * 4_000_000}, {"topic": "a", "value": "x" * 4_000_000}],
-        [MESSAGE] * 1001,
-    ],
-)
-async def test_too_large_transaction_is_refused(api: Api, messages: list[dict[str, str]]) -> None:
-    await refused(api, json.dumps(transaction(messages=messages)).encode(), 413, "too_large")
 
 
 async def test_body_is_bounded_by_length_and_by_bytes() -> None:

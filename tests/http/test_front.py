@@ -17,8 +17,8 @@ from tests.kit.until import until
 from txbroker.contract.service import Answer, DecideRequest, PrepareRequest, Run, TransactionStatus
 from txbroker.core.records import Decision, State
 from txbroker.errors import NotFound, OwnerUnavailable, RequestError
+from txbroker.proxy.admission import CallBatcher, Request
 from txbroker.proxy.cluster.forwarding import CALLER
-from txbroker.proxy.http.context import Batched, CallBatcher
 from txbroker.proxy.http.front import HELD_BYTES_MAX, DirectConnection
 
 UNKNOWN_ID = "00" * 13
@@ -315,7 +315,7 @@ async def test_unencodable_error_is_answered(
 # --- batches of calls --------------------------------------------------------------------------
 
 
-Outcome = Callable[[Sequence[Batched]], Awaitable[Sequence[Answer]]]
+Outcome = Callable[[Sequence[Request]], Awaitable[Sequence[Answer]]]
 
 
 class Together:
@@ -323,9 +323,9 @@ class Together:
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        self.handed_over: list[tuple[str, list[Batched]]] = []
+        self.handed_over: list[tuple[str, list[Request]]] = []
 
-    def runs(self, requests: Sequence[Batched]) -> Sequence[Run]:
+    def runs(self, requests: Sequence[Request], began_s: float) -> Sequence[Run]:
         self.handed_over.append((CALLER.get(), list(requests)))
         # In another order than handed over, as a service may.
         numbers = range(len(requests))[::-1]
@@ -334,7 +334,7 @@ class Together:
 
 def joint(outcome: Outcome) -> tuple[CallBatcher, Together]:
     service = Together(outcome)
-    return CallBatcher(service), service  # type: ignore[arg-type]  # all that is used
+    return CallBatcher(service.runs), service
 
 
 def prepare(id: str, group: str = "orders") -> PrepareRequest:
@@ -349,7 +349,7 @@ def same(standing: TransactionStatus) -> TransactionStatus:
     return standing
 
 
-async def stand(requests: Sequence[Batched]) -> Sequence[Answer]:
+async def stand(requests: Sequence[Request]) -> Sequence[Answer]:
     return [TransactionStatus(str(request.id), State.PENDING) for request in requests]
 
 
@@ -389,7 +389,7 @@ async def test_kinds_groups_and_callers_form_separate_batches() -> None:
 
 
 async def test_each_call_gets_its_own_error() -> None:
-    async def outcome(requests: Sequence[Batched]) -> Sequence[Answer]:
+    async def outcome(requests: Sequence[Request]) -> Sequence[Answer]:
         found = await stand(requests)
         return [NotFound(id="b") if answer.id == "b" else answer for answer in found]  # type: ignore[union-attr]
 
@@ -403,7 +403,7 @@ async def test_each_call_gets_its_own_error() -> None:
 
 @pytest.mark.parametrize("error", [RequestError("closed"), ValueError("a bug")])
 async def test_failed_run_fails_all_its_calls(error: Exception) -> None:
-    async def outcome(requests: Sequence[Batched]) -> Sequence[Answer]:
+    async def outcome(requests: Sequence[Request]) -> Sequence[Answer]:
         raise error
 
     calls, _ = joint(outcome)
@@ -412,13 +412,12 @@ async def test_failed_run_fails_all_its_calls(error: Exception) -> None:
 
 
 async def test_refused_batch_fails_its_calls() -> None:
-    calls, service = joint(stand)
     error = RuntimeError("no runs")
 
-    def runs(requests: Sequence[Batched]) -> Sequence[Run]:
+    def runs(requests: Sequence[Request], began_s: float) -> Sequence[Run]:
         raise error
 
-    service.runs = runs  # type: ignore[method-assign]
+    calls = CallBatcher(runs)
     asked = [calls.submit(prepare(id), same) for id in "ab"]
     assert await asyncio.gather(*asked, return_exceptions=True) == [error, error]
 
@@ -426,7 +425,7 @@ async def test_refused_batch_fails_its_calls() -> None:
 async def test_gone_caller_keeps_answers_of_others() -> None:
     gate = asyncio.Event()
 
-    async def outcome(requests: Sequence[Batched]) -> Sequence[Answer]:
+    async def outcome(requests: Sequence[Request]) -> Sequence[Answer]:
         await gate.wait()
         return await stand(requests)
 
@@ -442,7 +441,7 @@ async def test_cancelled_run_cancels_its_calls() -> None:
     begun = asyncio.Event()
     task: list[asyncio.Task[object] | None] = []
 
-    async def outcome(requests: Sequence[Batched]) -> Sequence[Answer]:
+    async def outcome(requests: Sequence[Request]) -> Sequence[Answer]:
         task.append(asyncio.current_task())
         begun.set()
         await asyncio.Event().wait()

@@ -23,9 +23,9 @@ from txbroker.contract.service import PrepareRequest, TransactionStatus
 from txbroker.core.records import CheckReason, Decision, Message, State
 from txbroker.core.routing import make_id
 from txbroker.errors import Overloaded
+from txbroker.proxy.admission import OPERATION_BYTES, ByteBudget, FrameBudget, message_bytes
 from txbroker.proxy.http.api import CONTEXT
 from txbroker.proxy.http.connection import SMALL_BYTES, FrameMeter
-from txbroker.proxy.http.limits import OPERATION_BYTES, ByteBudget, FrameBudget, message_bytes
 
 IDS = [make_id(0, NOW_MS, n) for n in range(10_000)]
 CALL = CheckCall(IDS[0], "orders", 1, 15, CheckReason.DUE, NOW_MS, MESSAGES)

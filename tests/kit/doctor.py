@@ -11,7 +11,6 @@ from txbroker.cli.doctor.findings import CheckLevel, DoctorResult
 from txbroker.cli.doctor.outbox import RelayTargets
 from txbroker.cli.doctor.report import CHECKS, DoctorReport, examine
 from txbroker.cli.doctor.subject import (
-    DoctorThresholds,
     ReadyAnswer,
     Subject,
     Unavailable,

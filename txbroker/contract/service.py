@@ -14,6 +14,11 @@ from txbroker.core.records import Attempt, Cause, Decision, Message, Source, Sta
 from txbroker.core.terms import Terms
 from txbroker.errors import RequestError
 
+TEXT_MAX = 1000
+"""Characters of a key of a transaction, a reason or an author."""
+SECONDS_MAX = 366 * 86400
+"""The longest time that a request may name, seconds."""
+
 
 class PrepareRequest(Struct, frozen=True):
     """A request to store messages as a half message.

@@ -18,7 +18,7 @@ from txbroker.principals import ONLY_OPERATORS
 from txbroker.proxy.console.filters import AuditNote, Filter, convert, read_listing
 from txbroker.proxy.console.formatting import link
 from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
-from txbroker.proxy.http.context import ApiContext, within_groups
+from txbroker.proxy.http.context import within_groups
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
@@ -191,7 +191,7 @@ async def act(request: PageRequest) -> HtmlPage | Redirect:
     ids, more = await _confirmed(request, action, chosen, _covered(request))
     claim = request.visitor.name if request.visitor.logged_in else note.by
     by = request.principal.by(f"console {request.http.remote or ''}", claim)
-    result = await _act_on_all(request.context, action, ids, by, note.reason)
+    result = await _act_on_all(request, action, ids, by, note.reason)
     log.info(
         "console action",
         action=action.word,
@@ -257,7 +257,7 @@ async def _confirmed(
 
 
 async def _act_on_all(
-    context: ApiContext, action: Action, ids: list[str], by: str, reason: str
+    page: PageRequest, action: Action, ids: list[str], by: str, reason: str
 ) -> ActionResult:
     """Act on each, `PARALLEL` at a time, until all are done or `BULK_S` has passed."""
     result = ActionResult()
@@ -271,7 +271,7 @@ async def _act_on_all(
             if id is None:
                 return
             try:
-                await _act_on(context, action, id, by, reason)
+                await _act_on(page, action, id, by, reason)
             except (RequestError, KafkaUnavailable) as error:
                 result.fail(id, str(error))
             else:
@@ -282,7 +282,8 @@ async def _act_on_all(
     return result
 
 
-async def _act_on(context: ApiContext, action: Action, id: str, by: str, reason: str) -> None:
+async def _act_on(page: PageRequest, action: Action, id: str, by: str, reason: str) -> None:
+    context = page.context
     if action is Action.CHECK:
         await context.service.check(id, by=by, reason=reason)
     elif action is Action.REVIVE:
@@ -290,8 +291,7 @@ async def _act_on(context: ApiContext, action: Action, id: str, by: str, reason:
     else:
         decision = Decision(action.word)
         request = DecideRequest(id, decision, reason=reason, source=Source.OPERATOR, by=by)
-        context.limits.check_decide(request)
-        await context.service.decide(request)
+        await context.admission.submit(page.principal, request, lambda status: status)
 
 
 ROUTES = (

@@ -10,9 +10,9 @@ import msgspec
 from txbroker.contract.service import ListRequest
 from txbroker.core.records import State
 from txbroker.errors import BadRequest
+from txbroker.proxy.admission import plain_id
 from txbroker.proxy.console.formatting import age
 from txbroker.proxy.http.bodies import By, ListQuery, Reason, RequestBody
-from txbroker.proxy.http.limits import plain_id
 
 PAGE_ROWS = 50
 PAGE_ROWS_MAX = 250

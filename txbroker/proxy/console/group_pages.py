@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from txbroker.contract.policy import GroupPolicy
 from txbroker.contract.service import INSTANCES_SHOWN_MAX, GroupOverview, HistoryRequest, Overview
+from txbroker.proxy.admission import check_group
 from txbroker.proxy.console.actions import Action
 from txbroker.proxy.console.facts import actions_of, hour_of, overview_of
 from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
 from txbroker.proxy.http.context import seen_by
-from txbroker.proxy.http.limits import check_group
 from txbroker.proxy.observe.counting import ACTIONS_MAX
 
 GROUPS_SHOWN_MAX = 250

@@ -10,6 +10,7 @@ from txbroker.contract.service import Overview, Rates, TransactionView
 from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import State
 from txbroker.errors import Unauthorized
+from txbroker.proxy.admission import plain_id
 from txbroker.proxy.console.concerns import concerns_of
 from txbroker.proxy.console.facts import actions_of, hour_of, overview_of
 from txbroker.proxy.console.filters import PAGE_ROWS, AuditNote, convert, read_listing
@@ -17,7 +18,6 @@ from txbroker.proxy.console.formatting import link
 from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
 from txbroker.proxy.console.visitors import NAME_MAX
 from txbroker.proxy.http.context import within_groups
-from txbroker.proxy.http.limits import plain_id
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)

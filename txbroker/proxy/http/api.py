@@ -31,7 +31,7 @@ from txbroker.proxy.cluster.forwarding import CALLER, CALLER_HEADER, PREFIX
 from txbroker.proxy.http import groups as group_operations
 from txbroker.proxy.http import transactions
 from txbroker.proxy.http.bodies import HealthBody, HistoryQuery, ReadyBody
-from txbroker.proxy.http.context import ApiContext, CallBatcher, seen_by
+from txbroker.proxy.http.context import ApiContext, seen_by
 from txbroker.proxy.http.endpoints import ApiEndpoint, failure_answer
 from txbroker.proxy.http.front import DirectCalls
 from txbroker.proxy.http.guards import (
@@ -203,7 +203,7 @@ def make_app(
     own = ApiContext(local or service, groups, sessions, settings, metrics, checks, principals)
     # The limits are shared; only the service differs.
     context = copy.copy(own)
-    context.service, context.batcher = service, CallBatcher(service)
+    context.serve(service)
     peer_api = PeerApi(own, leases or Leases(sessions))
     parts = _Parts(own, context, peers or PeerGuard(settings), peer_api, operations(), pages)
     guard = Guard(settings, principals=principals)

@@ -22,15 +22,15 @@ from txbroker.contract.service import (
     HISTORY_S,
     HISTORY_STEPS_S,
     LIST_LIMIT_MAX,
+    SECONDS_MAX,
+    TEXT_MAX,
     TransactionView,
 )
 from txbroker.core.records import Decision, State
 
-TEXT_MAX = 1000
 SEARCHED_BYTES_MAX = 4096
 """The longest key or header that can be searched for."""
 BY_MAX = 200
-SECONDS_MAX = 366 * 86400
 # `(?!\n)`: in Python `$` also matches before a final newline; other engines need no such guard.
 _PLAIN = r"^[^\x00-\x1f\x7f-\x9f]*$(?!\n)"
 

@@ -16,10 +16,10 @@ from aiohttp.web_protocol import RequestHandler
 from txbroker.error_text import raised_at, safe_repr
 from txbroker.errors import BadRequest, RequestError
 from txbroker.net.timers import Deadlines
+from txbroker.proxy.admission import FrameBudget
 from txbroker.proxy.http.context import ApiContext
 from txbroker.proxy.http.endpoints import INTERNAL_ERROR
 from txbroker.proxy.http.front import DirectConnection
-from txbroker.proxy.http.limits import FrameBudget
 from txbroker.proxy.http.operations import error_answer
 from txbroker.proxy.observe.logging import get_logger
 

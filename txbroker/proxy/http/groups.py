@@ -22,8 +22,8 @@ from txbroker.core.records import CheckReason
 from txbroker.core.routing import make_id
 from txbroker.errors import BadRequest, KafkaDown, NotPermitted, UnknownGroup
 from txbroker.principals import ONLY_OPERATORS, READERS, WRITERS, Role
+from txbroker.proxy.admission import check_group
 from txbroker.proxy.http.bodies import GroupBody
-from txbroker.proxy.http.limits import check_group
 from txbroker.proxy.http.operations import ApiCall, ApiReply, Operation
 from txbroker.proxy.observe.logging import get_logger
 

@@ -24,6 +24,8 @@ from txbroker.checkers.leases import (
 )
 from txbroker.contract.service import (
     LIST_LIMIT_MAX,
+    SECONDS_MAX,
+    TEXT_MAX,
     DecideRequest,
     HistoryRequest,
     ListRequest,
@@ -31,7 +33,6 @@ from txbroker.contract.service import (
     SearchRequest,
     Service,
 )
-from txbroker.core.records import Decision
 from txbroker.error_text import raised_at, safe_repr
 from txbroker.errors import (
     BadRequest,
@@ -42,6 +43,8 @@ from txbroker.errors import (
     RequestError,
     UnsupportedMediaType,
 )
+from txbroker.principals import Principal
+from txbroker.proxy.admission import check_id, check_reason
 from txbroker.proxy.cluster.forwarding import (
     OVERVIEW_PATH,
     PREFIX,
@@ -50,15 +53,15 @@ from txbroker.proxy.cluster.forwarding import (
     encode,
     failed,
 )
-from txbroker.proxy.http.bodies import SECONDS_MAX, TEXT_MAX
 from txbroker.proxy.http.context import ApiContext
 from txbroker.proxy.http.endpoints import INTERNAL_ERROR, known_error
-from txbroker.proxy.http.limits import check_group, check_id, check_reason
 from txbroker.proxy.http.reading import BodyReader
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
 
+ANOTHER_PROXY = Principal()
+"""The caller of every forwarded call: the proxy that forwards it has checked the rights."""
 T = TypeVar("T")
 Answer = Callable[[], Awaitable[object]]
 
@@ -104,15 +107,12 @@ class PeerApi:
     # --- forwarded calls ---------------------------------------------------------------------
 
     async def _prepare(self, request: PrepareRequest) -> object:
-        check_group(request.group)
-        self._context.limits.check_prepare(request)
+        self._context.admission.admit(ANOTHER_PROXY, request)
         return await self._service.prepare(request)
 
     async def _decide(self, request: DecideRequest) -> object:
-        if request.decision is Decision.UNKNOWN:
-            raise BadRequest("unknown is no decision: send commit or rollback")
         _check_by(request.by)
-        self._context.limits.check_decide(request)
+        self._context.admission.admit(ANOTHER_PROXY, request)
         return await self._service.decide(request)
 
     async def _check(self, request: ById) -> object:

@@ -21,9 +21,9 @@ from txbroker.errors import (
     TooSlow,
     UnsupportedMediaType,
 )
+from txbroker.proxy.admission import IN_FLIGHT_FULL, Budgets
 from txbroker.proxy.cluster.forwarding import CALLER
 from txbroker.proxy.http.bodies import PATTERNS
-from txbroker.proxy.http.limits import RequestLimits
 
 T = TypeVar("T", bound=Struct)
 CALL_BYTES = 16 * 1024
@@ -68,7 +68,7 @@ class BodyReader:
     `prepare`: the request begins a transaction, so it leaves room for requests that end one.
     """
 
-    def __init__(self, limits: RequestLimits, *, prepare: bool) -> None:
+    def __init__(self, limits: Budgets, *, prepare: bool) -> None:
         self._limits = limits
         self._bytes_max = limits.settings.request_bytes_max
         self._prepare = prepare
@@ -119,9 +119,7 @@ class BodyReader:
 
     def _reserve(self, size: int) -> None:
         if not self._limits.in_flight.reserve(size, prepare=self._prepare, who=self._who):
-            raise Overloaded(
-                "too many bytes are in flight, of this principal or of all callers: retry later"
-            )
+            raise Overloaded(IN_FLIGHT_FULL)
         self._reserved += size
 
     def _too_large(self) -> TooLarge:

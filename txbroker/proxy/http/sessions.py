@@ -24,19 +24,19 @@ from txbroker.core.settled import ShareUse, share_max
 from txbroker.error_text import raised_at, safe_repr
 from txbroker.errors import BadRequest, Overloaded, RequestError
 from txbroker.principals import ANYBODY, WRITERS, Principal
-from txbroker.proxy.cluster.forwarding import CALLER
-from txbroker.proxy.http.context import ApiContext
-from txbroker.proxy.http.endpoints import INTERNAL_ERROR, known_error
-from txbroker.proxy.http.guards import PRINCIPAL, Guard, credential_of
-from txbroker.proxy.http.limits import (
+from txbroker.proxy.admission import (
+    IN_FLIGHT_FULL,
     OPERATION_BYTES,
     ByteBudget,
     check_id,
     check_reason,
     message_bytes,
 )
+from txbroker.proxy.cluster.forwarding import CALLER
+from txbroker.proxy.http.context import ApiContext
+from txbroker.proxy.http.endpoints import INTERNAL_ERROR, known_error
+from txbroker.proxy.http.guards import PRINCIPAL, Guard, credential_of
 from txbroker.proxy.observe.logging import get_logger, printable
-from txbroker.proxy.observe.tracing import traced_alone
 
 CLIENT_CHARS_MAX = 100
 """Of the name and version of a client that an operator sees."""
@@ -81,7 +81,7 @@ class SdkSession:
         self.credential = credential_of(request)
         self._context = context
         self._limits = context.limits
-        self._service = context.service
+        self._admission = context.admission
         self._settings = context.settings
         self._socket = socket
         self._request = request
@@ -117,7 +117,6 @@ class SdkSession:
     def principal(self, principal: Principal) -> None:
         self._principal = principal
         self._by = principal.by(self.instance)
-        self._every_topic = principal.topics.everything
 
     @property
     def principal_name(self) -> str:
@@ -279,7 +278,7 @@ class SdkSession:
     def _in_bounds(self, answer: wire.CheckAnswer) -> wire.CheckAnswer:
         """Return a check's answer; unknown if its messages would be refused in a decision."""
         try:
-            self._limits.check_messages(answer.messages or ())
+            self._admission.check_messages(answer.messages or ())
         except RequestError as error:
             return wire.CheckAnswer(answer.call, Decision.UNKNOWN, detail=str(error))
         return answer
@@ -306,12 +305,7 @@ class SdkSession:
         requests = frame_calls.requests
         if frame_calls.name == "check":
             return [contract.Run((n,), self._ask_early(asked)) for n, asked in enumerate(requests)]
-        if tracing.active:
-            return [
-                contract.Run((n,), traced_alone(self._service, request))
-                for n, request in enumerate(requests)
-            ]
-        return self._service.runs(requests)
+        return self._admission.runs(requests, time.monotonic())
 
     def _reserved(self, frame_calls: _FrameCalls) -> _FrameCalls:
         """Reserve the bytes of operations; return those that fit, and answer the others.
@@ -328,16 +322,16 @@ class SdkSession:
             if why is None:
                 taken.add(call, request, size)
             else:
-                self._fail((call,), Overloaded(f"{why}: retry later"), frame_calls.name)
+                self._fail((call,), Overloaded(why), frame_calls.name)
         return taken
 
     def _reserve_bytes(self, size: int, *, prepare: bool) -> str | None:
         """Reserve bytes; return the reason if they do not fit."""
         if not self._in_flight.reserve(size, prepare=prepare):
-            return "too many bytes of this session are in flight"
+            return "too many bytes of this session are in flight: retry later"
         if not self._limits.in_flight.reserve(size, prepare=prepare, who=self._who):
             self._in_flight.release(size, prepare=prepare)
-            return "too many bytes are in flight, of this principal or of all callers"
+            return IN_FLIGHT_FULL
         return None
 
     def _release(self, size: int, *, prepare: bool) -> None:
@@ -360,7 +354,7 @@ class SdkSession:
         self.send(*[failure(call, known) for call in calls])
 
     async def _carry_out(self, number: int, frame_calls: _FrameCalls, run: contract.Run) -> None:
-        started, calls = time.monotonic(), frame_calls.calls
+        calls = frame_calls.calls
         try:
             answers = await run.answers
             done: list[wire.FromProxy] = []
@@ -370,10 +364,6 @@ class SdkSession:
                     failed.append((calls[place], answer))
                 else:
                     done.append(wire.Status(calls[place], answer.id, answer.state, answer.decision))
-            if done and frame_calls.name != "check":
-                metrics, prepare = self._context.metrics, frame_calls.name == "prepare"
-                latency = metrics.prepare_latency if prepare else metrics.decision_latency
-                latency.add(time.monotonic() - started, len(done))
             self._queue(done, ANSWER_BYTES * len(done))
             for call, error in failed:
                 self._fail((call,), error, frame_calls.name)
@@ -401,14 +391,9 @@ class SdkSession:
             check_timeout_s=operation.check_timeout_s,
             dedup_key=operation.dedup_key,
         )
-        size = self._limits.check_prepare(request)
-        if not self._every_topic:
-            self.principal.check_topics(message.topic for message in request.messages)
-        return request, size
+        return request, self._admission.admit(self._principal, request)
 
     def _decide(self, operation: wire.Decide) -> tuple[contract.DecideRequest, int]:
-        if operation.decision is Decision.UNKNOWN:
-            raise BadRequest("unknown is no decision: request an early check instead")
         request = contract.DecideRequest(
             id=operation.id,
             decision=operation.decision,
@@ -419,11 +404,11 @@ class SdkSession:
             by=self._by,
             wait=operation.wait,
         )
-        return request, self._limits.check_decide(request)
+        return request, self._admission.admit(self._principal, request)
 
     async def _ask_early(self, operation: wire.AskEarly) -> Sequence[contract.Answer]:
         return (
-            await self._service.check(
+            await self._context.service.check(
                 operation.id, group=self.group, by=self._by, reason=operation.reason
             ),
         )

@@ -1,16 +1,12 @@
 """The operations on transactions."""
 
-import asyncio
 import base64
-import time
 from collections.abc import Awaitable, Callable
-from functools import partial
 from itertools import accumulate
 from typing import cast
 
 import msgspec
 
-from txbroker import tracing
 from txbroker.contract.json import message_to_json
 from txbroker.contract.service import (
     LISTED_MESSAGES_MAX,
@@ -47,6 +43,7 @@ from txbroker.errors import (
     WrongGroup,
 )
 from txbroker.principals import ONLY_OPERATORS, WRITERS, Principal, Role
+from txbroker.proxy.admission import plain_id
 from txbroker.proxy.http.bodies import (
     CommitBody,
     FindQuery,
@@ -62,11 +59,8 @@ from txbroker.proxy.http.bodies import (
     TransactionBody,
 )
 from txbroker.proxy.http.context import within_groups
-from txbroker.proxy.http.limits import check_group, plain_id
 from txbroker.proxy.http.operations import ApiCall, ApiReply, Operation
 from txbroker.proxy.http.reading import decode_content
-from txbroker.proxy.observe.metrics import Metrics
-from txbroker.proxy.observe.tracing import note_id, preparing, within
 
 WAIT_MAX_S = 30.0
 """Maximum time an answer waits for messages to become visible, seconds. Otherwise clients that
@@ -97,31 +91,7 @@ def prepare(call: ApiCall) -> Awaitable[ApiReply]:
         check_attempts_max=body.check_attempts_max,
         check_timeout_s=body.check_timeout_s,
     )
-    check_group(request.group)
-    call.principal.check_group(request.group)
-    call.principal.check_topics(message.topic for message in request.messages)
-    if tracing.is_on():
-        return _prepare_traced(call, request)
-    return _prepare(call, request)
-
-
-def _prepare(call: ApiCall, request: PrepareRequest) -> asyncio.Future[ApiReply]:
-    call.context.limits.check_prepare(request)
-    prepared = partial(_prepared, call.context.metrics, time.monotonic())
-    return call.context.batcher.submit(request, prepared)
-
-
-async def _prepare_traced(call: ApiCall, request: PrepareRequest) -> ApiReply:
-    with preparing(request, call.trace) as step:
-        traced = within(request, call.trace if step is None else step.context)
-        reply = await _prepare(call, traced)
-        note_id(step, cast(StandingBody, reply.content).id)
-        return reply
-
-
-def _prepared(metrics: Metrics, began_s: float, status: TransactionStatus) -> ApiReply:
-    metrics.prepare_latency.add(time.monotonic() - began_s)
-    return _status_reply(status, 201 if status.created else 200)
+    return call.context.admission.submit(call.principal, request, _status_reply, call.trace)
 
 
 def commit(call: ApiCall) -> Awaitable[ApiReply]:
@@ -144,14 +114,11 @@ def _decide(
     *,
     wait: bool = False,
 ) -> Awaitable[ApiReply]:
-    id, principal = plain_id(call.path["id"]), call.principal
-    if body.group is not None:
-        check_group(body.group)
-        principal.check_group(body.group)
+    principal = call.principal
     # The principal's role decides; without a known principal, a named group means a producer.
     producer = principal.role is Role.PRODUCER or (body.group and not principal.identified)
     request = DecideRequest(
-        id=id,
+        id=plain_id(call.path["id"]),
         decision=decision,
         group=body.group or "",
         messages=messages,
@@ -161,25 +128,7 @@ def _decide(
         wait=wait,
         wait_s=WAIT_MAX_S if wait else 0.0,
     )
-    if body.group is None and not principal.groups.everything:
-        return _decide_own(call, request)
-    return _submit_decision(call, request)
-
-
-async def _decide_own(call: ApiCall, request: DecideRequest) -> ApiReply:
-    await _check_own(call, request.id)
-    return await _submit_decision(call, request)
-
-
-def _submit_decision(call: ApiCall, request: DecideRequest) -> asyncio.Future[ApiReply]:
-    call.context.limits.check_decide(request)
-    decided = partial(_decided, call.context.metrics, time.monotonic())
-    return call.context.batcher.submit(request, decided)
-
-
-def _decided(metrics: Metrics, began_s: float, status: TransactionStatus) -> ApiReply:
-    metrics.decision_latency.add(time.monotonic() - began_s)
-    return _status_reply(status)
+    return call.context.admission.submit(principal, request, _status_reply)
 
 
 async def check(call: ApiCall) -> ApiReply:
@@ -195,7 +144,7 @@ async def revive(call: ApiCall) -> ApiReply:
 async def _act(call: ApiCall, action: Callable[..., Awaitable[TransactionStatus]]) -> ApiReply:
     body = cast(ReasonBody, call.body)
     id = plain_id(call.path["id"])
-    await _check_own(call, id)
+    await call.context.admission.check_own(call.principal, id)
     return _status_reply(await action(id, by=_author(body.by, call), reason=body.reason or ""))
 
 
@@ -209,14 +158,6 @@ def _author(by: str | None, call: ApiCall) -> str:
     return call.principal.by(f"http {call.remote}", claim)
 
 
-async def _check_own(call: ApiCall, id: str) -> None:
-    """Refuse a transaction of another principal's group. A transaction never changes its group, so
-    the result still holds for the call that follows."""
-    if not call.principal.groups.everything:
-        view = await call.context.service.find(id, brief=True)
-        call.principal.check_own(view.group)
-
-
 async def find(call: ApiCall) -> ApiReply:
     """Return one transaction."""
     query = cast(FindQuery, call.query)
@@ -224,7 +165,8 @@ async def find(call: ApiCall) -> ApiReply:
         raise NotPermitted("a viewer sees no message bodies: call without bodies")
     id = plain_id(call.path["id"])
     if query.trace:
-        await _check_own(call, id)  # before topics are read for it
+        # Before topics are read for it.
+        await call.context.admission.check_own(call.principal, id)
     view = await call.context.service.find(id, bodies=query.bodies, trace=query.trace)
     call.principal.check_own(view.group)
     return ApiReply(200, _view_body(view, bodies=query.bodies))
@@ -318,9 +260,9 @@ def _fitting(page: TransactionPage) -> int:
     return max(1, sum(count <= LISTED_MESSAGES_MAX for count in counts))
 
 
-def _status_reply(status: TransactionStatus, code: int = 200) -> ApiReply:
+def _status_reply(status: TransactionStatus) -> ApiReply:
     body = StandingBody(id=status.id, state=status.state, decision=status.decision)
-    return ApiReply(code, body)
+    return ApiReply(201 if status.created else 200, body)
 
 
 def _view_body(view: TransactionView, *, bodies: bool) -> TransactionBody:

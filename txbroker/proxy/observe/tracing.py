@@ -23,38 +23,27 @@ from txbroker.core.transaction import Transaction
 from txbroker.tracing import TraceContext, context_of, with_context
 
 
-def preparing(
-    request: PrepareRequest, caller: TraceContext | None = None
-) -> "AbstractContextManager[tracing.ActiveSpan | None]":
-    """Return the span of a prepare, below the context of the messages, else the caller's."""
-    attributes = {tracing.GROUP: request.group, tracing.OPERATION_TYPE: "create"}
-    parent = tracing.sampled_context(request.messages) or caller
-    return tracing.continued("prepare", request.messages, attributes, kind="server", parent=parent)
-
-
-def within(request: PrepareRequest, context: TraceContext | None) -> PrepareRequest:
-    """Return the request with a context stored in its messages, so that it outlives this call."""
-    if context is None:
-        return request
-    return structs.replace(request, messages=with_context(request.messages, context))
-
-
-def note_id(step: tracing.ActiveSpan | None, id: str) -> None:
-    if step is not None:
-        step.note({tracing.ID: id})
-
-
 async def traced_alone(
-    service: Service, request: PrepareRequest | DecideRequest
+    service: Service, request: PrepareRequest | DecideRequest, caller: TraceContext | None = None
 ) -> Sequence[Answer]:
-    """Run one operation of an SDK in a separate span; its messages already hold their context."""
+    """Run one operation; a prepare in a span, below the context of its messages, else the caller's.
+
+    The span's context is stored in messages without one, so that it outlives this call.
+    """
     if isinstance(request, DecideRequest):
         return await alone(service, request)
-    with preparing(request) as step:
-        answers = await alone(service, request)
-        if isinstance(answers[0], TransactionStatus):
-            note_id(step, answers[0].id)
-        return answers
+    attributes = {tracing.GROUP: request.group, tracing.OPERATION_TYPE: "create"}
+    parent = tracing.sampled_context(request.messages) or caller
+    step = tracing.continued("prepare", request.messages, attributes, kind="server", parent=parent)
+    with step as span:
+        context = caller if span is None else span.context
+        if context is not None:
+            messages = with_context(request.messages, context)
+            request = structs.replace(request, messages=messages)
+        [answer] = await alone(service, request)
+        if span is not None and isinstance(answer, TransactionStatus):
+            span.note({tracing.ID: answer.id})
+        return (answer,)
 
 
 def deciding(
