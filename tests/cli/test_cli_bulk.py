@@ -16,7 +16,7 @@ from tests.kit.cli import Call
 from txbroker.cli import client
 from txbroker.cli.client import ApiClient, ApiConnection, ApiError, who
 from txbroker.cli.tx import bulk
-from txbroker.contract.service import PrepareRequest
+from txbroker.contract.service import PrepareRequest, execute
 from txbroker.core.records import Message
 from txbroker.testing.broker import InMemoryBroker
 
@@ -54,9 +54,8 @@ def test_2500_are_committed_once_and_in_order(
     async def prepare_all() -> None:
         for number in range(2500):
             message = Message("many", None, str(number).encode())
-            await memory._proxy.broker.prepare(
-                PrepareRequest("orders", (message,), order_key="one key")
-            )
+            request = PrepareRequest("orders", (message,), order_key="one key")
+            await execute(memory._proxy.broker, request)
 
     memory._run(prepare_all())
     answer("2500")

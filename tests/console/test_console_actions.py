@@ -10,10 +10,13 @@ from tests.console.console_world import Reader, Seen, parked, pending, reader_of
 from tests.kit.cluster import Proxies
 from tests.kit.service import Service
 from tests.kit.until import unique
-from txbroker.contract.service import Answer, Run
+from txbroker.contract.service import (
+    Answer,
+    Request,
+    Run,
+)
 from txbroker.core.records import Message
 from txbroker.errors import OwnerUnavailable
-from txbroker.proxy.admission import Request
 from txbroker.proxy.console import actions
 
 

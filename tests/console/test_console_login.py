@@ -12,7 +12,10 @@ import pytest
 from tests.console.console_world import TOKEN, Reader, Seen, reader_of
 from tests.kit.service import Service
 from txbroker.config.settings import Settings
-from txbroker.contract.service import PrepareRequest
+from txbroker.contract.service import (
+    PrepareRequest,
+    execute,
+)
 from txbroker.core.records import Message
 from txbroker.proxy.console.visitors import LOGIN_S, VisitorCookies
 from txbroker.proxy.http.guards import Guard
@@ -33,7 +36,7 @@ async def log_in(reader: Reader, token: str = TOKEN, path: str = "/", **fields: 
 async def prepared(service: Service) -> str:
     """Prepare a transaction past the API, which wants a token."""
     request = PrepareRequest("group", (Message(await service.topic(), b"k", b"v"),))
-    return (await service.proxy.cluster.prepare(request)).id
+    return (await execute(service.proxy.cluster, request)).id
 
 
 PATHS = ["/", "/transactions?state=parked", "/transactions/0", "/groups", "/actions/commit?id=1"]

@@ -10,7 +10,11 @@ import pytest
 from tests.kit.cluster import Proxies
 from tests.kit.kafka import now_ms
 from tests.kit.until import unique, until
-from txbroker.contract.service import DecideRequest, PrepareRequest
+from txbroker.contract.service import (
+    DecideRequest,
+    PrepareRequest,
+    execute,
+)
 from txbroker.core.decoding import decode_marker, is_content
 from txbroker.core.records import Message
 from txbroker.core.routing import make_id, parse_id
@@ -173,14 +177,14 @@ async def test_contrary_decisions_at_two_proxies_agree_with_log(two: Proxies, to
     async def prepare(number: int) -> str:
         async with gate:
             message = Message(topic, b"%d" % number, b"%d" % number)
-            return (await one.prepare(PrepareRequest("race", (message,)))).id
+            return (await execute(one, PrepareRequest("race", (message,)))).id
 
     answers: list[tuple[str, str]] = []
 
     async def decide(id: str, service: Cluster, decision: Decision) -> None:
         async with gate:
             try:
-                answer = (await service.decide(DecideRequest(id, decision))).decision
+                answer = (await execute(service, DecideRequest(id, decision))).decision
             except AlreadyDecided as error:
                 answer = error.details["decision"]
         answers.append((id, str(answer)))

@@ -16,12 +16,15 @@ from tests.kit.ws_client import connected
 from txbroker.checkers.leases import CONTENT_TYPE, PROXY_HEADER
 from txbroker.contract import frames as wire
 from txbroker.contract.json import message_to_json
-from txbroker.contract.service import DecideRequest, PrepareRequest
+from txbroker.contract.service import (
+    DecideRequest,
+    PrepareRequest,
+    Request,
+)
 from txbroker.core.records import Decision, Message
 from txbroker.core.routing import make_id
 from txbroker.errors import RequestError
 from txbroker.principals import Patterns, Principal, digest_of
-from txbroker.proxy.admission import Request
 from txbroker.proxy.cluster.forwarding import PREFIX
 from txbroker.proxy.http.api import CONTEXT
 

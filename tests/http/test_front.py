@@ -14,10 +14,17 @@ import pytest
 
 from tests.kit.http_api import Api, running_api, transaction
 from tests.kit.until import until
-from txbroker.contract.service import Answer, DecideRequest, PrepareRequest, Run, TransactionStatus
+from txbroker.contract.service import (
+    Answer,
+    DecideRequest,
+    PrepareRequest,
+    Request,
+    Run,
+    TransactionStatus,
+)
 from txbroker.core.records import Decision, State
 from txbroker.errors import NotFound, OwnerUnavailable, RequestError
-from txbroker.proxy.admission import CallBatcher, Request
+from txbroker.proxy.admission import CallBatcher
 from txbroker.proxy.cluster.forwarding import CALLER
 from txbroker.proxy.http.front import HELD_BYTES_MAX, DirectConnection
 

@@ -9,6 +9,7 @@ import msgspec
 
 from txbroker.contract.service import (
     HISTORY_STEPS_S,
+    Answer,
     DecideRequest,
     History,
     HistoryRequest,
@@ -17,13 +18,13 @@ from txbroker.contract.service import (
     PlacedMessage,
     PrepareRequest,
     Readiness,
+    Request,
     Run,
     SearchPage,
     SearchRequest,
     TransactionPage,
     TransactionStatus,
     TransactionView,
-    alone,
 )
 from txbroker.core.records import Decision, State
 from txbroker.core.routing import dedup_randomness, make_id
@@ -32,6 +33,7 @@ from txbroker.errors import (
     IdConflict,
     NotFound,
     NotPending,
+    RequestError,
     UnknownTopic,
     WrongGroup,
 )
@@ -60,8 +62,19 @@ class FakeService:
         if self.failure is not None:
             raise self.failure
 
-    def runs(self, requests: Sequence[PrepareRequest | DecideRequest]) -> Sequence[Run]:
-        return [Run((number,), alone(self, request)) for number, request in enumerate(requests)]
+    def runs(self, requests: Sequence[Request]) -> Sequence[Run]:
+        return [Run((n,), self._answers(request)) for n, request in enumerate(requests)]
+
+    async def _answers(self, request: Request) -> Sequence[Answer]:
+        try:
+            if isinstance(request, DecideRequest):
+                return (await self.decide(request),)
+            if isinstance(request, PrepareRequest):
+                return (await self.prepare(request),)
+            stored = await self.prepare(request.prepare)
+            return (await self.decide(request.decide(stored.id)),)
+        except RequestError as error:
+            return (error,)
 
     async def prepare(self, request: PrepareRequest) -> TransactionStatus:
         await self._come_in(request)

@@ -22,7 +22,12 @@ from tests.rules.harness import (
     settled,
     until,
 )
-from txbroker.contract.service import DecideRequest, ListRequest, PrepareRequest
+from txbroker.contract.service import (
+    DecideRequest,
+    ListRequest,
+    PrepareRequest,
+    execute,
+)
 from txbroker.core.decoding import decode_checkpoint
 from txbroker.core.encoding import encode_half, encode_marker, encode_progress
 from txbroker.core.records import (
@@ -508,7 +513,7 @@ async def broker_on(
 
 async def _prepare(broker: Broker, harness: Harness, partition: int) -> str:
     id = id_in(harness, partition)
-    await broker.prepare(PrepareRequest(GROUP, (message(id, key=None),), id=id))
+    await execute(broker, PrepareRequest(GROUP, (message(id, key=None),), id=id))
     return id
 
 
@@ -520,7 +525,7 @@ def id_in(harness: Harness, partition: int) -> str:
 async def through(broker: Broker, harness: Harness, partition: int) -> None:
     """Commit a transaction of a partition, and see it promoted."""
     id = await _prepare(broker, harness, partition)
-    await broker.decide(DecideRequest(id, Decision.COMMIT, wait=True))
+    await execute(broker, DecideRequest(id, Decision.COMMIT, wait=True))
 
 
 def _commit_progress(harness: Harness, progress: Checkpoint) -> None:
@@ -640,10 +645,10 @@ async def test_keyless_prepare_avoids_suspended_partition(harness: Harness) -> N
     request = PrepareRequest("g", (Message("t", None, b"v"),))
     for away, left in ((0, 1), (1, 0)):
         owners[away].suspend()
-        ids = [(await broker.prepare(request)).id for _ in range(20)]
+        ids = [(await execute(broker, request)).id for _ in range(20)]
         assert {parse_id(id).partition for id in ids} == {left}
         owners[away].resume()
     for owner in owners.values():
         owner.suspend()
     with pytest.raises(OwnerUnavailable):
-        await broker.prepare(request)
+        await execute(broker, request)

@@ -22,7 +22,11 @@ from tests.rules.harness import (
     standing_of,
     until,
 )
-from txbroker.contract.service import DecideRequest, PrepareRequest
+from txbroker.contract.service import (
+    DecideRequest,
+    PrepareRequest,
+    execute,
+)
 from txbroker.core.ledger import Effect
 from txbroker.core.records import Decision, Record, State
 from txbroker.core.routing import make_id, parse_id
@@ -57,9 +61,9 @@ async def test_ids_use_brokers_clock(harness: Harness, wall_s: float) -> None:
     harness.monkeypatch.setattr(time, "time", lambda: wall_s)
     broker = await harness.new_broker()
     assert abs(broker.now_ms() - harness.clock.now_ms()) < 1000
-    made = await broker.prepare(PrepareRequest(GROUP, (message("v"),)))
+    made = await execute(broker, PrepareRequest(GROUP, (message("v"),)))
     assert abs(parse_id(made.id).time_ms - harness.clock.now_ms()) < 1000
-    await broker.decide(DecideRequest(made.id, Decision.COMMIT, wait=True))
+    await execute(broker, DecideRequest(made.id, Decision.COMMIT, wait=True))
     assert harness.visible() == ["v"]
 
 
@@ -187,10 +191,10 @@ async def test_repeated_prepare_returns_current_state(
 async def test_repeated_prepare_does_not_examine_targets(harness: Harness) -> None:
     broker = await harness.new_broker()
     request = PrepareRequest(GROUP, (message("same"),), dedup_key="d")
-    first = await broker.prepare(request)
+    first = await execute(broker, request)
     looks: list[object] = []
     harness.monkeypatch.setattr(broker._targets, "known", looks.append)
-    again = await broker.prepare(request)
+    again = await execute(broker, request)
     assert (again.id, again.created, looks) == (first.id, False, [])
 
 

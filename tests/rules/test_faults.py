@@ -22,7 +22,11 @@ from tests.rules.harness import (
     until,
 )
 from txbroker.checkers.base import Answered
-from txbroker.contract.service import DecideRequest, PrepareRequest
+from txbroker.contract.service import (
+    DecideRequest,
+    PrepareRequest,
+    execute,
+)
 from txbroker.core.records import (
     Cause,
     CheckPolicy,
@@ -330,12 +334,12 @@ async def test_wait_at_closed_owner_fails(harness: Harness) -> None:
 async def test_prepares_continue_after_clock_jumps_back(harness: Harness) -> None:
     broker = await harness.new_broker()
     request = PrepareRequest("g", (Message("t", b"k", b"v"),))
-    await broker.prepare(request)
+    await execute(broker, request)
     harness.clock.advance(-3600)
     for _ in range(5):
         harness.time.ahead_s += 100
         harness.clock.advance(100)
-        await broker.prepare(request)
+        await execute(broker, request)
 
 
 @pytest.mark.parametrize("topic", ["txbroker.half", "txbroker.op"])
@@ -344,7 +348,7 @@ async def test_prepares_continue_after_one_clock_jumps_forward(
 ) -> None:
     broker = await harness.new_broker()
     request = PrepareRequest("g", (Message("t", b"k", b"v"),))
-    await broker.prepare(request)
+    await execute(broker, request)
     appends = harness.kafka.topics[topic].partitions[0].append
 
     def a_day_ahead(records: Sequence[Record], now_ms: int, *rest: Any) -> int:
@@ -361,8 +365,8 @@ async def test_prepares_continue_after_one_clock_jumps_forward(
 
     harness.kafka.append = append  # type: ignore[method-assign]
     for _ in range(3):
-        standing = await broker.prepare(request)
-        await broker.decide(DecideRequest(standing.id, Decision.COMMIT, wait=True))
+        standing = await execute(broker, request)
+        await execute(broker, DecideRequest(standing.id, Decision.COMMIT, wait=True))
     # And sessions make ids by the clock of the half topic's broker.
     last = parse_id(standing.id).time_ms
     assert abs(broker.now_ms() - last) < 60_000

@@ -19,6 +19,7 @@ from txbroker.contract.service import (
     PrepareRequest,
     TransactionStatus,
     TransactionView,
+    execute,
 )
 from txbroker.core.records import Decision, Message, Source
 from txbroker.core.routing import make_id, order_hash
@@ -241,7 +242,7 @@ class Shop:
         there = self.rows.setdefault(id, "barrier") == "row"
         decision = Decision.COMMIT if there else Decision.ROLLBACK
         request = DecideRequest(id=id, decision=decision, source=Source.OPERATOR, by="operator")
-        await self.insist(str(decision), "", id, lambda broker: broker.decide(request))
+        await self.insist(str(decision), "", id, lambda broker: execute(broker, request))
 
     # --- being asked -----------------------------------------------------------------------------
 

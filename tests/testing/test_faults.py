@@ -12,7 +12,10 @@ from tests.kit.memory import MemoryHarness
 from tests.kit.service import FakeEndpoint, Service
 from tests.kit.until import until
 from txbroker.config.settings import Settings
-from txbroker.contract.service import DecideRequest
+from txbroker.contract.service import (
+    DecideRequest,
+    execute,
+)
 from txbroker.core.records import Decision, Message, State
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable
 from txbroker.proxy.http import transactions
@@ -198,7 +201,7 @@ async def test_another_proxy_takes_over(service: Service) -> None:
         await until(lambda: owns(other, 2))
         for id in ids:
             request = DecideRequest(id, Decision.COMMIT, wait=True)
-            assert (await other.broker.decide(request)).state is State.PROMOTED
+            assert (await execute(other.broker, request)).state is State.PROMOTED
     assert sorted(await service.values(topic), key=str) == sorted(
         [b"%d" % n for n in range(10)], key=str
     )

@@ -63,6 +63,45 @@ class DecideRequest(Struct, frozen=True):
     wait_s: float = 0.0
 
 
+class SubmitRequest(Struct, frozen=True):
+    """A request to prepare a transaction and decide it at once, without a local transaction.
+
+    Attributes:
+        wait, wait_s: as in `DecideRequest`.
+    """
+
+    prepare: PrepareRequest
+    decision: Decision = Decision.COMMIT
+    reason: str = ""
+    source: Source = Source.PRODUCER
+    by: str = ""
+    wait: bool = False
+    wait_s: float = 0.0
+
+    @property
+    def group(self) -> str:
+        """The producer group."""
+        return self.prepare.group
+
+    def decide(self, id: str) -> DecideRequest:
+        """Return the decision of the prepared transaction."""
+        return DecideRequest(
+            id,
+            self.decision,
+            self.group,
+            None,
+            self.reason,
+            self.source,
+            self.by,
+            self.wait,
+            self.wait_s,
+        )
+
+
+Request: TypeAlias = PrepareRequest | DecideRequest | SubmitRequest
+"""What a run is made of."""
+
+
 class TransactionStatus(Struct, frozen=True):
     """The status of a transaction; `created` is True if this call stored it."""
 
@@ -646,17 +685,13 @@ class History(Struct, frozen=True):
 class Service(Protocol):
     """The operations of a proxy. Every method may raise `txbroker.errors.RequestError`."""
 
-    def runs(self, requests: Sequence[PrepareRequest | DecideRequest]) -> Sequence[Run]:
+    def runs(self, requests: Sequence[Request]) -> Sequence[Run]:
         """Start operations of one group and return them as runs.
 
-        An operation that must be executed alone, or is refused at once, is a run of one.
+        A prepare is answered when the brokers have its half message (acks=all), a decision when the
+        ledger has applied its marker. An operation that must be executed alone, or is refused at
+        once, is a run of one.
         """
-
-    async def prepare(self, request: PrepareRequest) -> TransactionStatus:
-        """Store a half message; returns when the brokers have it (acks=all)."""
-
-    async def decide(self, request: DecideRequest) -> TransactionStatus:
-        """Write a marker; returns when the ledger has applied it."""
 
     async def check(
         self, id: str, *, by: str = "", reason: str = "", group: str = ""
@@ -710,11 +745,14 @@ class Service(Protocol):
         """Return the estimated clock of the brokers, by which ids are made."""
 
 
-async def alone(service: Service, request: PrepareRequest | DecideRequest) -> Sequence[Answer]:
-    """Execute one operation and return its answer as that of a run of one."""
-    try:
-        if isinstance(request, PrepareRequest):
-            return (await service.prepare(request),)
-        return (await service.decide(request),)
-    except RequestError as error:
-        return (error,)
+async def execute(service: Service, request: Request) -> TransactionStatus:
+    """Execute one operation as a run of one.
+
+    Raises:
+        RequestError: it was refused, or its outcome is unknown.
+    """
+    [run] = service.runs((request,))
+    [answer] = await run.answers
+    if isinstance(answer, RequestError):
+        raise answer
+    return answer

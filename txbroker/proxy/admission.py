@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from txbroker import tracing
 from txbroker.config.settings import PREPARES_SHARE, RECEIVING_SHARE, Settings
@@ -30,8 +30,10 @@ from txbroker.contract.service import (
     Answer,
     DecideRequest,
     PrepareRequest,
+    Request,
     Run,
     Service,
+    SubmitRequest,
     TransactionStatus,
 )
 from txbroker.core.records import Decision, Message
@@ -44,7 +46,6 @@ from txbroker.proxy.observe.metrics import Latency, Metrics
 from txbroker.proxy.observe.tracing import traced_alone
 from txbroker.tracing import TraceContext
 
-Request: TypeAlias = PrepareRequest | DecideRequest
 T = TypeVar("T")
 
 NAMES_KNOWN_MAX = 1024
@@ -181,7 +182,7 @@ class _Batch(NamedTuple):
 
 
 class CallBatcher:
-    """Runs the prepares and decisions that arrive in one iteration of the event loop together.
+    """Runs the operations that arrive in one iteration of the event loop together.
 
     One iteration reads from many connections. Its calls for one group become runs, as the
     operations of a session's frame do, so that one append holds as many of them as fit.
@@ -286,25 +287,27 @@ class Admission:
             if not (request.group or principal.groups.everything):
                 return asyncio.ensure_future(self._decide_own(principal, request, convert))
         elif tracing.is_on():
-            return asyncio.ensure_future(self._prepare_in_span(request, convert, trace))
+            return asyncio.ensure_future(self._submit_in_span(request, convert, trace))
         return self._batcher.submit(request, convert)
 
     async def _decide_own(
-        self, principal: Principal, request: Request, convert: Callable[[TransactionStatus], T]
+        self,
+        principal: Principal,
+        request: DecideRequest,
+        convert: Callable[[TransactionStatus], T],
     ) -> T:
-        await self.check_own(principal, request.id or "")
+        await self.check_own(principal, request.id)
         return await self._batcher.submit(request, convert)
 
-    async def _prepare_in_span(
+    async def _submit_in_span(
         self,
-        request: PrepareRequest,
+        request: PrepareRequest | SubmitRequest,
         convert: Callable[[TransactionStatus], T],
         trace: TraceContext | None,
     ) -> T:
-        began_s = time.monotonic()
-        [answer] = await self._timed(
-            traced_alone(self._service, request, trace), self._prepare_latency, began_s
-        )
+        latency = self._latency(request)
+        answers = traced_alone(self._service, request, trace)
+        [answer] = await self._timed(answers, latency, time.monotonic())
         if isinstance(answer, RequestError):
             raise answer
         return convert(answer)
@@ -314,8 +317,7 @@ class Admission:
         clock, seconds."""
         if not requests:
             return ()
-        prepare = isinstance(requests[0], PrepareRequest)
-        latency = self._prepare_latency if prepare else self._decision_latency
+        latency = self._latency(requests[0])
         if tracing.active:
             runs: Sequence[Run] = [
                 Run((n,), traced_alone(self._service, request))
@@ -324,6 +326,10 @@ class Admission:
         else:
             runs = self._service.runs(requests)
         return [Run(numbers, self._timed(answers, latency, began_s)) for numbers, answers in runs]
+
+    def _latency(self, request: Request) -> Latency:
+        prepares = isinstance(request, PrepareRequest)
+        return self._prepare_latency if prepares else self._decision_latency
 
     @staticmethod
     async def _timed(
@@ -352,6 +358,9 @@ class Admission:
             NotPermitted: the caller may not act for its group, or write one of its topics.
             BadId, BadRequest, TooLarge: a field is out of bounds.
         """
+        if isinstance(request, SubmitRequest):
+            _check_decision(request)
+            request = request.prepare
         id, group = request.id, request.group
         if id is not None and not _ID.fullmatch(id):
             check_id(id)
@@ -360,10 +369,7 @@ class Admission:
             if not principal.groups.allows(group):
                 principal.check_group(group)
         if isinstance(request, DecideRequest):
-            if request.decision is Decision.UNKNOWN:
-                raise BadRequest("unknown is no decision: request an early check instead")
-            if request.reason:
-                check_reason(request.reason)
+            _check_decision(request)
             return 0 if request.messages is None else self.check_messages(request.messages)
         if not principal.topics.everything:
             principal.check_topics(message.topic for message in request.messages)
@@ -424,6 +430,13 @@ def message_bytes(message: Message) -> int:
     for name, value in message.headers:
         size += len(name) + len(value or b"")
     return size
+
+
+def _check_decision(request: DecideRequest | SubmitRequest) -> None:
+    if request.decision is Decision.UNKNOWN:
+        raise BadRequest("unknown is no decision: request an early check instead")
+    if request.reason:
+        check_reason(request.reason)
 
 
 def _check_message(message: Message, number: int) -> None:

@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median_low
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -21,13 +22,14 @@ from txbroker.contract.service import (
     Overview,
     PrepareRequest,
     Readiness,
+    Request,
     Run,
     SearchPage,
     SearchRequest,
+    SubmitRequest,
     TransactionPage,
     TransactionStatus,
     TransactionView,
-    alone,
 )
 from txbroker.core.encoding import headers_bytes, installation_headers
 from txbroker.core.records import Cause, CheckPolicy, Half, Message, Place, Source
@@ -68,6 +70,14 @@ LAST_CALLS_S = 5.0
 less; a call that waits for a target partition without a leader is given up."""
 
 log = get_logger(__name__)
+
+
+class _Group(NamedTuple):
+    """The operations of one run, with their numbers in the request."""
+
+    owner: PartitionOwner
+    numbers: list[int]
+    requests: list[Request]
 
 
 class _Calls:
@@ -191,67 +201,90 @@ class Broker:
 
     # --- runs ------------------------------------------------------------------------------
 
-    def runs(self, requests: Sequence[PrepareRequest | DecideRequest]) -> Sequence[Run]:
-        """Split the operations of one group into runs: one for each log, and prepares further by
-        the set of topics that Kafka must be asked about."""
-        prepares: dict[tuple[int, frozenset[str]], tuple[list[int], list[PrepareRequest]]] = {}
-        decides: dict[int, tuple[list[int], list[DecideRequest]]] = {}
+    def runs(self, requests: Sequence[Request]) -> Sequence[Run]:
+        """Split the operations of one group into runs: of one kind, half partition and thing that
+        they wait for besides its log."""
+        groups: dict[tuple[int, type[Request], object], _Group] = {}
         owners: dict[int, PartitionOwner] = {}
         examined: dict[str, bool] = {}
         runs: list[Run] = []
-        partitions, traced = self._door.partitions, tracing.active
+        partitions, alone = self._door.partitions, tracing.active or len(requests) == 1
         for number, request in enumerate(requests):
+            prepare = request.prepare if isinstance(request, SubmitRequest) else request
             try:
-                if isinstance(request, PrepareRequest):
-                    partition = self._home(request)
+                if isinstance(prepare, PrepareRequest):
+                    partition = self._home(prepare)
                 else:
-                    partition = partition_of(request.id, partitions)
+                    partition = partition_of(prepare.id, partitions)
                 owner = owners.get(partition)
                 if owner is None:
-                    owner = owners[partition] = self.partitions.owner(partition, request.id)
+                    owner = owners[partition] = self.partitions.owner(partition, prepare.id)
             except RequestError as error:
                 runs.append(Run((number,), _refused(error)))
                 continue
             # An operation that waits for more than its log must not delay the others: prepares
             # form one run for each set of topics to look up. A decision runs alone if its messages
             # are to be examined, it waits for visibility, or its id is to be looked up.
-            if traced:
-                runs.append(Run((number,), alone(self, request)))
-            elif isinstance(request, PrepareRequest):
+            waits_for: object = number
+            if alone or (isinstance(request, SubmitRequest) and request.wait):
+                pass
+            elif isinstance(prepare, PrepareRequest):
                 asked: list[str] = []
-                for message in request.messages:
+                for message in prepare.messages:
                     topic = message.topic
                     if topic not in examined:
                         facts = self._targets.known(topic)
                         examined[topic] = isinstance(facts, TargetFacts)
                     if not examined[topic]:
                         asked.append(topic)
-                key = partition, frozenset(asked)
-                numbers, prepared = prepares.setdefault(key, ([], []))
-                numbers.append(number)
-                prepared.append(request)
-            elif (
-                request.wait
-                or request.messages is not None
-                or request.id not in owner.ledger.index.transactions
+                waits_for = frozenset(asked)
+            elif not (
+                prepare.wait
+                or prepare.messages is not None
+                or prepare.id not in owner.ledger.index.transactions
             ):
-                runs.append(Run((number,), alone(self, request)))
-            else:
-                numbers, decided = decides.setdefault(partition, ([], []))
-                numbers.append(number)
-                decided.append(request)
-        for (partition, _), (numbers, prepared) in prepares.items():
-            runs.append(Run(numbers, self._prepare(owners[partition], prepared)))
-        for partition, (numbers, decided) in decides.items():
-            runs.append(Run(numbers, self._decide(owners[partition], decided)))
+                waits_for = None
+            key = partition, type(request), waits_for
+            group = groups.get(key)
+            if group is None:
+                group = groups[key] = _Group(owner, [], [])
+            group.numbers.append(number)
+            group.requests.append(request)
+        for owner, numbers, grouped in groups.values():
+            runs.append(Run(numbers, self._run(owner, grouped)))
         return runs
 
-    # --- prepare ---------------------------------------------------------------------------
+    def _run(self, owner: PartitionOwner, requests: Sequence[Any]) -> Awaitable[Sequence[Answer]]:
+        """Start operations of one kind: prepare them, decide them, or both."""
+        first = requests[0]
+        if isinstance(first, PrepareRequest):
+            return self._prepare(owner, requests)
+        if isinstance(first, SubmitRequest):
+            return self._submit(owner, requests)
+        if tracing.active and len(requests) == 1:
+            return _in_span(self._decide(owner, requests), owner, first)
+        return self._decide(owner, requests)
 
-    async def prepare(self, request: PrepareRequest) -> TransactionStatus:
-        self.check_open()
-        owner = self.partitions.owner(self._home(request), request.id)
-        return _only(await self._prepare(owner, (request,)))
+    async def _submit(
+        self, owner: PartitionOwner, requests: Sequence[SubmitRequest]
+    ) -> Sequence[Answer]:
+        """Prepare transactions of one half partition, then decide those that are stored."""
+        answers = [*await self._prepare(owner, [request.prepare for request in requests])]
+        stored = {
+            number: requests[number].decide(answer.id)
+            for number, answer in enumerate(answers)
+            if not isinstance(answer, RequestError)
+        }
+        if stored:
+            decided = await self._decide(owner, [*stored.values()])
+            for number, answer in zip(stored, decided, strict=True):
+                if isinstance(answer, RequestError):
+                    # The caller retries with this id, so the transaction never counts twice.
+                    answer.details.setdefault("id", stored[number].id)
+                answers[number] = answer
+        return answers
+
+    # --- prepare ---------------------------------------------------------------------------
 
     async def _prepare(
         self, owner: PartitionOwner, requests: Sequence[PrepareRequest]
@@ -363,12 +396,6 @@ class Broker:
         return policy
 
     # --- decide, check, revive -------------------------------------------------------------
-
-    async def decide(self, request: DecideRequest) -> TransactionStatus:
-        self.check_open()
-        owner = self._owner_of(request.id)
-        with deciding(request, owner.ledger.index.transactions.get(request.id)):
-            return _only(await self._decide(owner, (request,)))
 
     async def _decide(
         self, owner: PartitionOwner, requests: Sequence[DecideRequest]
@@ -506,6 +533,16 @@ class Broker:
         return tuple(owner for owner in owners if owner.gate.is_set())
 
 
+async def _in_span(
+    answers: Awaitable[Sequence[Answer]], owner: PartitionOwner, request: DecideRequest
+) -> Sequence[Answer]:
+    with deciding(request, owner.ledger.index.transactions.get(request.id)):
+        [answer] = await answers
+        if isinstance(answer, RequestError):
+            raise answer
+        return (answer,)
+
+
 async def _refused(error: RequestError) -> Sequence[Answer]:
     return (error,)
 
@@ -521,10 +558,3 @@ def _own_checks(request: PrepareRequest) -> _OwnChecks:
         request.check_attempts_max,
         request.check_timeout_s,
     )
-
-
-def _only(answers: Sequence[Answer]) -> TransactionStatus:
-    [answer] = answers
-    if isinstance(answer, RequestError):
-        raise answer
-    return answer

@@ -12,6 +12,7 @@ from typing import TypeVar
 from msgspec import structs
 
 from txbroker.contract.service import (
+    Answer,
     DecideRequest,
     History,
     HistoryRequest,
@@ -19,13 +20,15 @@ from txbroker.contract.service import (
     Overview,
     PrepareRequest,
     Readiness,
+    Request,
     Run,
     SearchPage,
     SearchRequest,
+    SubmitRequest,
     TransactionPage,
     TransactionStatus,
     TransactionView,
-    alone,
+    execute,
 )
 from txbroker.core.routing import home, partition_of
 from txbroker.errors import IdExpired, OwnerUnavailable, RequestError
@@ -64,7 +67,7 @@ class Cluster:
 
     # --- runs --------------------------------------------------------------------------------
 
-    def runs(self, requests: Sequence[PrepareRequest | DecideRequest]) -> Sequence[Run]:
+    def runs(self, requests: Sequence[Request]) -> Sequence[Run]:
         """Split operations into the runs of this proxy's broker; an operation that goes to another
         proxy, or is refused at once, runs alone."""
         here: list[int] = []
@@ -74,13 +77,15 @@ class Cluster:
             if self._is_here(request, assigned):
                 here.append(number)
             else:
-                runs.append(Run((number,), alone(self, request)))
+                runs.append(Run((number,), self._elsewhere(request)))
         own = self._broker.runs([requests[number] for number in here])
         return runs + [
             run._replace(numbers=[here[number] for number in run.numbers]) for run in own
         ]
 
-    def _is_here(self, request: PrepareRequest | DecideRequest, assigned: Sequence[str]) -> bool:
+    def _is_here(self, request: Request, assigned: Sequence[str]) -> bool:
+        if isinstance(request, SubmitRequest):
+            request = request.prepare
         try:
             if isinstance(request, DecideRequest):
                 partition: int | None = partition_of(request.id, len(assigned))
@@ -92,16 +97,27 @@ class Cluster:
         except RequestError:
             return False
 
-    # --- prepare -----------------------------------------------------------------------------
+    async def _elsewhere(self, request: Request) -> Sequence[Answer]:
+        try:
+            if isinstance(request, SubmitRequest):
+                stored = await self._prepare(request.prepare)
+                return (await self._decide(request.decide(stored.id)),)
+            if isinstance(request, PrepareRequest):
+                return (await self._prepare(request),)
+            return (await self._decide(request),)
+        except RequestError as error:
+            return (error,)
 
-    async def prepare(self, request: PrepareRequest) -> TransactionStatus:
+    # --- at another proxy --------------------------------------------------------------------
+
+    async def _prepare(self, request: PrepareRequest) -> TransactionStatus:
         assigned = self._partitions.assigned()
         partition = home(request, len(assigned))
         if partition is None:
             return await self._prepare_anywhere(request)
         url = self._owner_url(assigned, partition, request.id)
         if url is None:
-            return await self._broker.prepare(request)
+            return await execute(self._broker, request)
         return await self._prepare_at(url, partition, request)
 
     async def _prepare_anywhere(self, request: PrepareRequest) -> TransactionStatus:
@@ -109,7 +125,7 @@ class Cluster:
         owner."""
         self._broker.check_open()
         if self._broker.mine():
-            return await self._broker.prepare(request)
+            return await execute(self._broker, request)
         at = {url: partition for partition, url in enumerate(self._partitions.assigned()) if url}
         at.pop(self._partitions.url, None)
         urls = random.sample(sorted(at), len(at))
@@ -143,13 +159,13 @@ class Cluster:
                 request = structs.replace(request, id=id)
             return await self._peers.prepare(url, request)
 
-    # --- by id -------------------------------------------------------------------------------
-
-    async def decide(self, request: DecideRequest) -> TransactionStatus:
+    async def _decide(self, request: DecideRequest) -> TransactionStatus:
         url = self._owner_of(request.id)
         if url is None:
-            return await self._broker.decide(request)
+            return await execute(self._broker, request)
         return await self._peers.decide(url, request)
+
+    # --- by id -------------------------------------------------------------------------------
 
     async def check(
         self, id: str, *, by: str = "", reason: str = "", group: str = ""

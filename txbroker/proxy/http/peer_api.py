@@ -32,6 +32,7 @@ from txbroker.contract.service import (
     PrepareRequest,
     SearchRequest,
     Service,
+    execute,
 )
 from txbroker.error_text import raised_at, safe_repr
 from txbroker.errors import (
@@ -108,12 +109,12 @@ class PeerApi:
 
     async def _prepare(self, request: PrepareRequest) -> object:
         self._context.admission.admit(ANOTHER_PROXY, request)
-        return await self._service.prepare(request)
+        return await execute(self._service, request)
 
     async def _decide(self, request: DecideRequest) -> object:
         _check_by(request.by)
         self._context.admission.admit(ANOTHER_PROXY, request)
-        return await self._service.decide(request)
+        return await execute(self._service, request)
 
     async def _check(self, request: ById) -> object:
         _check_by_id(request)

@@ -15,35 +15,46 @@ from txbroker.contract.service import (
     Answer,
     DecideRequest,
     PrepareRequest,
+    Request,
     Service,
-    TransactionStatus,
-    alone,
+    SubmitRequest,
+    execute,
 )
 from txbroker.core.transaction import Transaction
+from txbroker.errors import RequestError
 from txbroker.tracing import TraceContext, context_of, with_context
 
 
 async def traced_alone(
-    service: Service, request: PrepareRequest | DecideRequest, caller: TraceContext | None = None
+    service: Service, request: Request, caller: TraceContext | None = None
 ) -> Sequence[Answer]:
-    """Run one operation; a prepare in a span, below the context of its messages, else the caller's.
+    """Run one operation; one with a prepare in a span, below the context of its messages, else the
+    caller's.
 
     The span's context is stored in messages without one, so that it outlives this call.
     """
-    if isinstance(request, DecideRequest):
-        return await alone(service, request)
-    attributes = {tracing.GROUP: request.group, tracing.OPERATION_TYPE: "create"}
-    parent = tracing.sampled_context(request.messages) or caller
-    step = tracing.continued("prepare", request.messages, attributes, kind="server", parent=parent)
-    with step as span:
-        context = caller if span is None else span.context
-        if context is not None:
-            messages = with_context(request.messages, context)
-            request = structs.replace(request, messages=messages)
-        [answer] = await alone(service, request)
-        if span is not None and isinstance(answer, TransactionStatus):
-            span.note({tracing.ID: answer.id})
-        return (answer,)
+    try:
+        if isinstance(request, DecideRequest):
+            return (await execute(service, request),)
+        prepare = request if isinstance(request, PrepareRequest) else request.prepare
+        attributes = {tracing.GROUP: prepare.group, tracing.OPERATION_TYPE: "create"}
+        messages = prepare.messages
+        parent = tracing.sampled_context(messages) or caller
+        step = tracing.continued("prepare", messages, attributes, kind="server", parent=parent)
+        with step as span:
+            context = caller if span is None else span.context
+            if context is not None:
+                prepare = structs.replace(prepare, messages=with_context(messages, context))
+            if isinstance(request, SubmitRequest):
+                request = structs.replace(request, prepare=prepare)
+            else:
+                request = prepare
+            answer = await execute(service, request)
+            if span is not None:
+                span.note({tracing.ID: answer.id})
+            return (answer,)
+    except RequestError as error:
+        return (error,)
 
 
 def deciding(
