@@ -24,13 +24,19 @@ import msgspec
 from txbroker.cli.reference import commands
 from txbroker.config.settings import Settings
 from txbroker.consumer.statistics import METRICS
-from txbroker.contract import frames
+from txbroker.contract import frames, service
 from txbroker.contract.signing import sign
 from txbroker.core import encoding, records
+from txbroker.core.ledger import Ledger, transaction_of
+from txbroker.core.routing import make_id
+from txbroker.core.snapshot import Capture
 from txbroker.errors import request_errors
+from txbroker.proxy.cluster.views import LogNames, view_of
 from txbroker.proxy.http.api import operations
-from txbroker.proxy.http.operations import describe
+from txbroker.proxy.http.operations import describe, encode_json
+from txbroker.proxy.http.transactions import _view_body
 from txbroker.proxy.observe.metrics import Metrics
+from txbroker.proxy.partition.history import account_of
 from txbroker.relay.metrics import METRICS as RELAY_METRICS
 
 SURFACE = Path(__file__).with_name("surface.txt")
@@ -43,7 +49,8 @@ ID = "7ZZZ0000000000000000000000"
 
 
 def lines() -> Iterator[str]:
-    for part in (command_line, settings, http, errors, metrics, python, stored, framed):
+    parts = command_line, settings, http, errors, metrics, python, stored, snapshots, framed
+    for part in (*parts, exchanged):
         yield from (f"{part.__name__}: {line}" for line in part())
 
 
@@ -219,6 +226,38 @@ def stored() -> Iterator[str]:
     yield from _shown("kept", encoding.encode_kept(kept))
     yield from _shown("tombstones", encoding.kept_tombstones(ID, 2))
     yield f"signature {sign(b'secret', 'id', 1, b'body')}"
+
+
+def _transactions() -> Iterator[records.Half]:
+    """Yield half messages with every combination of optional fields."""
+    message, policy = records.Message("pay", b"k", b"v", (), 3), records.CheckPolicy(5.0, 7.5, 3, 2)
+    for number in range(4):
+        half = records.Half(make_id(0, 1, number), "shop", (message,), policy=policy)
+        order_key = "order-1" if number & 1 else None
+        dedup_key = f"dedup-{number}" if number & 2 else None
+        yield msgspec.structs.replace(half, order_key=order_key, dedup_key=dedup_key)
+
+
+def snapshots() -> Iterator[str]:
+    """Yield the chunks of a snapshot."""
+    ledger = Ledger(0, 60_000)
+    for half in _transactions():
+        for record in encoding.encode_half(half):
+            placed = msgspec.structs.replace(record, offset=ledger.half_position, timestamp_ms=9)
+            ledger.apply_half(placed)
+    yield from _shown("snapshot", Capture(ledger, "s", 0, records.LOG_VERSION).records())
+
+
+def exchanged() -> Iterator[str]:
+    """Yield requests and views as proxies exchange them, and views as JSON."""
+    values = "shop", (records.Message("pay", b"k", b"v"),), ID, "dedup-1", "order-1", 1.0, 2.0
+    request = service.PrepareRequest(*values, "pod-1", 3, 4.0)
+    yield f"prepare {msgspec.msgpack.encode(request).hex()}"
+    for half in _transactions():
+        account = account_of(transaction_of(records.ParkedCopy(half, 7, 8, records.State.PENDING)))
+        view = view_of(account, LogNames("half", "op"))
+        yield f"view {msgspec.msgpack.encode(view).hex()}"
+        yield f"view {encode_json(_view_body(view, bodies=False)).decode()}"
 
 
 def _shown(name: str, made: Any) -> Iterator[str]:
