@@ -3,6 +3,7 @@
 from hypothesis import strategies as st
 
 from txbroker.core.records import (
+    Attributes,
     Cause,
     CheckPolicy,
     Half,
@@ -44,8 +45,7 @@ HALVES = st.builds(
     id=IDS,
     group=WORDS,
     messages=st.lists(MESSAGES, min_size=1, max_size=4).map(tuple),
-    order_key=st.none() | WORDS,
-    dedup_key=st.none() | WORDS,
+    attributes=st.builds(Attributes, st.none() | WORDS, st.none() | WORDS),
     policy=POLICIES,
 )
 NUMBERS = st.integers(0, 2**62)

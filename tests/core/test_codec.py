@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.core.core_fuzz import fuzz
 from tests.core.core_values import COMMITS, HALVES, HEADERS, IDS, KEPT, MARKERS, MESSAGES, WORDS
+from tests.kit.logs import with_fields
 from txbroker.config.settings import Settings
 from txbroker.core.decoding import (
     Malformed,
@@ -58,7 +59,7 @@ DECODERS: list[Callable[[Record], object]] = [
 
 
 def half_with(**fields: object) -> Half:
-    return msgspec.structs.replace(Half(ID, "g", (Message("t", partition=0),)), **fields)
+    return with_fields(Half(ID, "g", (Message("t", partition=0),)), **fields)
 
 
 # --- round trips -----------------------------------------------------------------------------
@@ -145,7 +146,7 @@ def test_a_users_headers_like_ours_stay_the_users() -> None:
     part = decode_half(encode_half(half)[0])
     assert part.message.headers == theirs
     assert part.message.timestamp_ms is None
-    assert part.order_key is None
+    assert part.attributes.order_key is None
 
 
 @pytest.mark.rule("topics")

@@ -332,7 +332,9 @@ class World:
         plan, self.progress = self.waiting.pop(0)
         for transaction in plan.promote:
             for each in transaction.messages:
-                self.visible.append((transaction.id, transaction.half.order_key or "", each.topic))
+                self.visible.append(
+                    (transaction.id, transaction.half.attributes.order_key or "", each.topic)
+                )
             self.copies.pop(transaction.id, None)
         for transaction, cause in plan.refuse:
             self.copies[transaction.id] = transaction.copy(State.REFUSED, cause)
@@ -411,7 +413,7 @@ def test_promotion_is_exactly_once_in_order_and_replayed_alike(
             decided = [
                 half.id
                 for half in world.order
-                if half.order_key == key
+                if half.attributes.order_key == key
                 and topic in [m.topic for m in half.messages]
                 and half.id not in refused
             ]

@@ -12,6 +12,7 @@ from txbroker.core.encoding import HalfRow, MarkerRow, half_row, marker_row
 from txbroker.core.ledger import ApplyResult, Effect, Ledger
 from txbroker.core.records import (
     RECORD_VERSION,
+    Attributes,
     Cause,
     CheckPolicy,
     CheckReason,
@@ -167,7 +168,7 @@ class Program:
         if self._made and draw < 0.2:
             half = random.choice(self._made)
             if draw < 0.1:
-                half = Half(half.id, half.group, self._messages(), None, None, half.policy)
+                half = Half(half.id, half.group, self._messages(), policy=half.policy)
             return row_of(half)
         if draw < 0.25:
             away_ms = random.choice([-WINDOW_MS - 5, WINDOW_MS + 5])
@@ -178,8 +179,9 @@ class Program:
             self._ahead.pop() if known else self._id(away_ms, partition),
             random.choice(GROUPS),
             (Message("t", b"k", b"same", (), 0),) if random.random() < 0.3 else self._messages(),
-            random.choice([None, None, "order"]),
-            random.choice([None, None, "key", "é"]),
+            Attributes(
+                random.choice([None, None, "order"]), random.choice([None, None, "key", "é"])
+            ),
             random.choice([*POLICIES[:1] * 9, *POLICIES]),
         )
         self._made.append(half)

@@ -11,7 +11,13 @@ from msgspec import Struct, structs
 
 from tests.kit.logs import PARTITION, START_MS
 from txbroker.core import settled
-from txbroker.core.records import Decision, Half, Place, State
+from txbroker.core.records import (
+    Attributes,
+    Decision,
+    Half,
+    Place,
+    State,
+)
 from txbroker.core.routing import make_id, parse_id
 from txbroker.core.segment import MARK_BYTES, Segment, SettledSummary, name_of, pack, read
 from txbroker.core.settled import SettledWindow, summary_of, to_transaction
@@ -53,7 +59,7 @@ def transactions(draw: st.DrawFn, number: int) -> Transaction:
         contents_fingerprint=draw(st.sampled_from((b"", b"\x01" * 16, bytes(range(16))))),
     )
     key = draw(st.none() | st.sampled_from(("d", "e" * 40)))
-    half = Half(id, draw(st.sampled_from(GROUPS)), bare(places), dedup_key=key)
+    half = Half(id, draw(st.sampled_from(GROUPS)), bare(places), Attributes(dedup_key=key))
     prepared_ms = draw(near(time_ms, -17_000, 66_000))
     mark = draw(st.sampled_from((bytes(16), b"\xff" * 16, bytes(range(16)))))
     offset = draw(near(1000 + 2 * number, FAR))
@@ -145,7 +151,9 @@ def played(done: Sequence[Step], window: SettledWindow) -> dict[str, Transaction
             assert len(model) >= min(before, step.kept)
             gone += lost
             assert sorted((each.id, each.dedup_key) for each in keyed) == sorted(
-                (id, each.half.dedup_key) for id, each in lost.items() if each.half.dedup_key
+                (id, each.half.attributes.dedup_key)
+                for id, each in lost.items()
+                if each.half.attributes.dedup_key
             )
         else:
             window.seal()

@@ -78,7 +78,7 @@ def essence(transaction: Transaction) -> dict[str, object]:
     half, facts = transaction.half, structs.asdict(transaction)
     for name in ("half", "has_bodies", "contents", "kept", "kept_at", "instance", "cause", "keys"):
         del facts[name]
-    facts["half"] = (half.id, half.group, half.order_key, half.dedup_key, half.policy)
+    facts["half"] = (half.id, half.group, half.attributes, half.policy)
     facts["cause"] = transaction.cause if transaction.state is State.REFUSED else None
     return facts
 
@@ -91,7 +91,7 @@ def end_of(transaction: Transaction) -> tuple[object, ...]:
         *(transaction.state, verdict.decision, transaction.offset, verdict.op_offset),
         *(transaction.prepared_at_ms, verdict.at_ms, transaction.fingerprint[:MARK_BYTES]),
         *(verdict.contents_fingerprint, [(p.topic, p.partition) for p in transaction.places]),
-        *(half.group, half.dedup_key),
+        *(half.group, half.attributes.dedup_key),
     )
 
 

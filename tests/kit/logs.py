@@ -1,13 +1,16 @@
 """Half and operation logs for tests, written as an owner's appender would, without a Kafka."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from msgspec import structs
 
 from txbroker.core.encoding import encode_contents, encode_half, encode_marker
 from txbroker.core.ledger import ApplyResult, Effect, Ledger
 from txbroker.core.records import (
+    ATTRIBUTES,
     RECORD_VERSION,
+    Attributes,
     CheckPolicy,
     Half,
     Marker,
@@ -39,7 +42,15 @@ def half_of(
     policy: CheckPolicy | None = None,
 ) -> Half:
     """Return a half message, of one plain message if none is given."""
-    return Half(id, group, messages or (message(),), order_key, dedup_key, policy or CheckPolicy())
+    attributes = Attributes(order_key, dedup_key)
+    return Half(id, group, messages or (message(),), attributes, policy or CheckPolicy())
+
+
+def with_fields(half: Half, **fields: Any) -> Half:
+    """Return a half message with these fields, attributes among them."""
+    given = {name: fields.pop(name) for name in ATTRIBUTES if name in fields}
+    attributes = structs.replace(half.attributes, **given)
+    return structs.replace(half, attributes=attributes, **fields)
 
 
 def marker_of(kind: MarkerKind | str, id: str, **fields: object) -> Marker:

@@ -208,7 +208,8 @@ def stored() -> Iterator[str]:
     plain = records.Message("orders", None, None, (), 0)
     full = records.Message("pay", b"k", b"v", (("h", b"1"), ("n", None)), 3, 1_700_000_000_000)
     policy = records.CheckPolicy(5.0, 7.5, 3, 2.0)
-    half = records.Half(ID, "shop", (plain, full), "order-1", "dedup-1", policy)
+    attributes = records.Attributes("order-1", "dedup-1")
+    half = records.Half(ID, "shop", (plain, full), attributes, policy)
     yield from _shown("half", encoding.encode_half(half))
     yield from _shown("half alone", encoding.encode_half(records.Half(ID, "g", (plain,))))
     yield from _shown("contents", encoding.encode_contents(half, (full, plain)))
@@ -235,7 +236,7 @@ def _transactions() -> Iterator[records.Half]:
         half = records.Half(make_id(0, 1, number), "shop", (message,), policy=policy)
         order_key = "order-1" if number & 1 else None
         dedup_key = f"dedup-{number}" if number & 2 else None
-        yield msgspec.structs.replace(half, order_key=order_key, dedup_key=dedup_key)
+        yield msgspec.structs.replace(half, attributes=records.Attributes(order_key, dedup_key))
 
 
 def snapshots() -> Iterator[str]:

@@ -15,6 +15,7 @@ from time import monotonic
 import pytest
 from msgspec import structs
 
+from tests.kit.logs import with_fields
 from tests.rules.fakes import (
     FakeProxy,
     FakeRunner,
@@ -200,7 +201,7 @@ class Harness:
         """Return a half message of now, of one plain message if none is given."""
         id = id or make_id(0, self.clock.now_ms(), next(_NUMBERS))
         plain = Half(id, GROUP, messages or (message(id),))
-        return structs.replace(plain, **fields)
+        return with_fields(plain, **fields)
 
     async def prepared(self, owner: PartitionOwner, *messages: Message, **fields: object) -> str:
         half = self.half(*messages, **fields)
@@ -371,7 +372,7 @@ class BodiesHarness:
         """Prepare a transaction of one plain message, or of these."""
         id = make_id(0, self.clock.now_ms(), next(_NUMBERS))
         half = Half(id, "g", messages or (Message("t", b"k", id.encode(), partition=0),))
-        half = structs.replace(half, **fields)
+        half = with_fields(half, **fields)
         mark = fingerprint(half.messages, half.group)
         row = half_row(half, RECORD_VERSION, mark, places(half.messages))
         [outcome] = await self.half.append((row,))

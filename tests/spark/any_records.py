@@ -21,6 +21,7 @@ from txbroker.core.encoding import (
     promoted_headers,
 )
 from txbroker.core.records import (
+    Attributes,
     CheckPolicy,
     Half,
     Header,
@@ -98,8 +99,7 @@ def some_half(rng: random.Random) -> Half:
         ),
         rng.choice(TEXTS),
         tuple(some_message(rng) for _ in range(rng.choice((1, 1, 2, 3)))),
-        rng.choice((None, "", "o", "ä€")),
-        rng.choice((None, "", "d", "ä€")),
+        Attributes(rng.choice((None, "", "o", "ä€")), rng.choice((None, "", "d", "ä€"))),
         policy,
     )
 

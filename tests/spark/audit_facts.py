@@ -174,7 +174,7 @@ def _halves(logs: Logs) -> dict[str, list[HalfFact]]:
             part.count,
             *content_of(message),
             None,
-            part.dedup_key,
+            part.attributes.dedup_key,
             round(policy.after_s * 1000),
             round(policy.interval_s * 1000),
             policy.attempts_max,

@@ -21,6 +21,7 @@ import msgspec
 from confluent_kafka import IsolationLevel, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
+from tests.kit.logs import with_fields
 from tests.kit.topic_reader import create_topic
 from tests.kit.until import until
 from txbroker.config.settings import load_settings
@@ -194,7 +195,7 @@ class Planting:
         id = make_id(partition, now_ms - age_ms, secrets.randbits(64))
         messages = messages or (self.message(),)
         fields = {"group": f"group-{number % 3}", "policy": NEVER, **fields}
-        return Half(id=id, messages=messages, **fields)
+        return with_fields(Half(id, fields.pop("group"), messages), **fields)
 
     def message(self, topic: str = "", partition: int = 0, **fields: Any) -> Message:
         """Return a message with a unique key, by default to the orders."""

@@ -107,14 +107,14 @@ def test_half_facts_are_what_the_codec_reads(spark: SparkSession, seed: int) -> 
         if part.sequence:
             assert (row["dedup"], row["order_mark"], row["after_ms"]) == (None, None, None)
             continue
-        assert row["dedup"] == part.dedup_key
+        assert row["dedup"] == part.attributes.dedup_key
         assert (row["after_ms"], row["interval_ms"], row["attempts_max"], row["timeout_ms"]) == (
             round(policy.after_s * 1000),
             round(policy.interval_s * 1000),
             policy.attempts_max,
             round(policy.timeout_s * 1000),
         )
-        mark = order_mark(part.order_key, message.topic, message.key)
+        mark = order_mark(part.attributes.order_key, message.topic, message.key)
         assert (row["order_mark"] is None) is (mark is None)
         if mark is not None:
             orders.see(mark, row["order_mark"])

@@ -24,7 +24,16 @@ from tests.kit.until import until
 from tests.spark.planting import FAR_MS, Planting, partition_of, write_stamped
 from txbroker.core.encoding import encode_contents, encode_half, encode_marker
 from txbroker.core.ledger import Effect, Ledger
-from txbroker.core.records import RECORD_VERSION, Half, Marker, MarkerKind, Message, Record, State
+from txbroker.core.records import (
+    RECORD_VERSION,
+    Attributes,
+    Half,
+    Marker,
+    MarkerKind,
+    Message,
+    Record,
+    State,
+)
 from txbroker.core.routing import make_id
 from txbroker.embedded import EmbeddedKafka
 from txbroker.kafka.client.settings import KafkaSettings
@@ -446,11 +455,11 @@ def test_whose_key_counts_is_as_the_ledger_has_it(spark: SparkSession, seed: int
         for sequence, record in enumerate(records):
             stored = msgspec.structs.replace(record, timestamp_ms=clock_ms, offset=offset)
             outcome = ledger.apply_half(stored)
-            expired = abs(clock_ms - int(half.order_key)) > WINDOW_MS
+            expired = abs(clock_ms - int(half.attributes.order_key)) > WINDOW_MS
             first = sequence == 0
             rows.append(
                 (half.id, 0, offset, clock_ms, "expired" if expired else None, half.group, sequence,
-                 len(half.messages), half.dedup_key if first else None)
+                 len(half.messages), half.attributes.dedup_key if first else None)
             )  # fmt: skip
             offset += 1
         if outcome.effect in (Effect.REPEATED, Effect.CONFLICT) and not known and not expired:
@@ -481,6 +490,5 @@ def _keyed(rng: random.Random, clock_ms: int) -> Half:
         make_id(0, time_ms, rng.getrandbits(64)),
         rng.choice("gh"),
         messages,
-        order_key=str(time_ms),
-        dedup_key=rng.choice(("k", "l", None)),
+        Attributes(str(time_ms), rng.choice(("k", "l", None))),
     )

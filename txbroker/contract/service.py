@@ -6,7 +6,8 @@ command line reads the same answers as JSON.
 
 from collections.abc import Awaitable, Sequence
 from enum import StrEnum
-from typing import NamedTuple, Protocol, TypeAlias
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
@@ -38,6 +39,19 @@ class PrepareRequest(Struct, frozen=True):
     instance: str = ""
     check_attempts_max: int | None = None
     check_timeout_s: float | None = None
+
+
+OPTIONS = tuple(
+    name
+    for name in PrepareRequest.__struct_fields__
+    if name not in ("group", "messages", "id", "instance")
+)
+_option_values = attrgetter(*OPTIONS)
+
+
+def options_of(source: object) -> dict[str, Any]:
+    """Return the options of a prepare, from an object that has fields of their names."""
+    return dict(zip(OPTIONS, _option_values(source), strict=True))
 
 
 class DecideRequest(Struct, frozen=True):

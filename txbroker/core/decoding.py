@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 import msgspec
 
 from txbroker.core.encoding import (
+    ATTRIBUTE_HEADERS,
     CLAIM_KEY,
     FIXED_HEADERS,
     ID_HEADER,
@@ -23,7 +24,9 @@ from txbroker.core.encoding import (
     digest,
 )
 from txbroker.core.records import (
+    NO_ATTRIBUTES,
     RECORD_VERSION,
+    Attributes,
     Checkpoint,
     CheckPolicy,
     Claim,
@@ -70,8 +73,7 @@ class HalfPart(msgspec.Struct, frozen=True):
     sequence: int
     count: int
     policy: CheckPolicy
-    order_key: str | None
-    dedup_key: str | None
+    attributes: Attributes
 
 
 # --- half messages -------------------------------------------------------------------------------
@@ -111,8 +113,7 @@ def _decode_part(record: Record) -> tuple[HalfPart, dict[str, bytes]]:
             sequence=sequence,
             count=count,
             policy=_decode_policy(values.get("txb-check")),
-            order_key=_optional_text(values, "txb-order"),
-            dedup_key=_optional_text(values, "txb-dedup"),
+            attributes=_decode_attributes(values),
         )
     except (NewerVersion, Malformed):
         raise
@@ -157,9 +158,11 @@ def _sequence(text: bytes) -> tuple[int, int]:
     return sequence, count
 
 
-def _optional_text(values: dict[str, bytes], name: str) -> str | None:
-    value = values.get(name)
-    return None if value is None else value.decode()
+def _decode_attributes(values: dict[str, bytes]) -> Attributes:
+    texts = [values.get("txb-" + name) for name in ATTRIBUTE_HEADERS]
+    if texts.count(None) == len(texts):
+        return NO_ATTRIBUTES
+    return Attributes(*[None if text is None else text.decode() for text in texts])
 
 
 def _natural(text: str) -> int:
@@ -194,8 +197,7 @@ def join_parts(parts: list[HalfPart]) -> Half:
         first.id,
         first.group,
         tuple([part.message for part in parts]),
-        first.order_key,
-        first.dedup_key,
+        first.attributes,
         first.policy,
     )
 

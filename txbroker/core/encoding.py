@@ -19,9 +19,12 @@ from typing import TypeAlias
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from txbroker.core.records import (
+    ATTRIBUTES,
     LOG_VERSION,
+    NO_ATTRIBUTES,
     Cause,
     Checkpoint,
     CheckPolicy,
@@ -48,6 +51,8 @@ DEFAULT_PREFIX = "txbroker"
 OWN_TOPICS = ("half", "op", "checkpoint", "parked", "groups", "audit", "audit.drift")
 """The names of an installation's own topics after the prefix and a dot."""
 FIXED_HEADERS = ("txb-id", "txb-group", "txb-topic", "txb-part", "txb-seq")
+ATTRIBUTE_HEADERS = tuple([name.removesuffix("_key") for name in ATTRIBUTES])
+"""The names of the headers of attributes after `txb-`, in their order."""
 DURATION_MAX_S = 1e9
 """The longest duration of a check policy, seconds: thirty years, far from any overflow."""
 CLAIM_KEY = b"claim"
@@ -171,7 +176,7 @@ def encode_half(
         ValueError: a message has no partition, or a number cannot be decoded again.
     """
     records = []
-    messages, order_key, dedup_key = half.messages, half.order_key, half.dedup_key
+    messages, attributes = half.messages, half.attributes
     count = len(messages)
     id = encode_field(ID_HEADER, half.id.encode())
     for sequence, message in enumerate(messages):
@@ -188,12 +193,11 @@ def encode_half(
         if sequence == 0:
             names += ("check",)
             optional += _encode_policy(half.policy)
-            if order_key is not None:
-                names += ("order",)
-                optional += encode_field("txb-order", order_key.encode())
-            if dedup_key is not None:
-                names += ("dedup",)
-                optional += encode_field("txb-dedup", dedup_key.encode())
+            if attributes != NO_ATTRIBUTES:
+                for name, text in zip(ATTRIBUTE_HEADERS, astuple(attributes), strict=True):
+                    if text is not None:
+                        names += (name,)
+                        optional += encode_field("txb-" + name, text.encode())
         for name, value in extra[sequence] if extra else ():
             names += (name,)
             optional += encode_field("txb-" + name, value)

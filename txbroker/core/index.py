@@ -237,8 +237,9 @@ class TransactionIndex:
         self.unsettled.add(self.share_of(group))
         self.body_bytes += transaction.body_bytes
         self.by_offset.add(transaction)
-        if half.dedup_key is not None:
-            self._hold_key((group, half.dedup_key), half.id, transaction.offset)
+        dedup_key = half.attributes.dedup_key
+        if dedup_key is not None:
+            self._hold_key((group, dedup_key), half.id, transaction.offset)
         if state is State.PENDING or state is State.PARKED:
             self.undecided_count += 1
             undecided = self._groups.get(group)

@@ -294,8 +294,9 @@ class Ledger:
         if parts.partition != self.partition:
             return ApplyResult(Effect.VOID, why=f"{id} belongs to partition {parts.partition}")
         known = index.transactions.get(id) or index.settled.get(id)
-        if known is None and half.dedup_key is not None:
-            earlier = index.by_dedup_key(half.group, half.dedup_key)
+        attributes = half.attributes
+        if known is None and attributes.dedup_key is not None:
+            earlier = index.by_dedup_key(half.group, attributes.dedup_key)
             if earlier and self.half_clock_ms - earlier.prepared_at_ms <= self.dedup_window_ms:
                 known = earlier
         if known is not None:
@@ -305,7 +306,7 @@ class Ledger:
             why = f"{self.half_clock_ms - parts.time_ms} ms from its id's time"
             return ApplyResult(Effect.EXPIRED, why=why)
         first = half.messages[0]
-        order = order_mark(half.order_key, first.topic, first.key)
+        order = order_mark(attributes.order_key, first.topic, first.key)
         transaction = Transaction(half, offset, self.half_clock_ms, mark, where, order)
         for message in half.messages:
             transaction.keys |= key_mark(message.topic, message.key)
@@ -602,7 +603,7 @@ def transaction_of(copy: ParkedCopy) -> Transaction:
         copy.prepared_at_ms,
         fingerprint(half.messages, half.group),
         places(half.messages),
-        order_mark(half.order_key, first.topic, first.key),
+        order_mark(half.attributes.order_key, first.topic, first.key),
     )
     transaction.kept = True
     return transaction

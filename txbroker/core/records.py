@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias, overload
 
 import msgspec
@@ -257,14 +258,39 @@ class CheckPolicy(Struct, frozen=True, gc=False):
     timeout_s: float = 5.0
 
 
+class Attributes(Struct, frozen=True, gc=False):
+    """The optional texts of a transaction, which are stored with it as they are given.
+
+    What stores, copies and shows a transaction takes them from here. A further one is declared
+    here, and where callers give it and see it: `PrepareRequest` and `TransactionView`, the frame
+    `Prepare`, `PrepareBody`, and `TransactionOptions` of the SDK. Its header in a half message is
+    `txb-` and its name without `_key`.
+    """
+
+    order_key: str | None = None
+    dedup_key: str | None = None
+
+
+ATTRIBUTES = Attributes.__struct_fields__
+NO_ATTRIBUTES = Attributes()
+"""Shared by all transactions without."""
+attribute_values = attrgetter(*ATTRIBUTES)
+"""Returns the values of fields of these names."""
+
+
+def attributes_of(source: object) -> Attributes:
+    """Return the attributes of an object that has fields of their names."""
+    found = Attributes(*attribute_values(source))
+    return NO_ATTRIBUTES if found == NO_ATTRIBUTES else found
+
+
 class Half(Struct, frozen=True, gc=False):
     """A half message: a transaction as it is prepared, with the messages that it holds back."""
 
     id: str
     group: str
     messages: tuple[Message, ...]
-    order_key: str | None = None
-    dedup_key: str | None = None
+    attributes: Attributes = NO_ATTRIBUTES
     policy: CheckPolicy = CheckPolicy()
 
 

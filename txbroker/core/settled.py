@@ -14,7 +14,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from txbroker.core.records import Decision, Half, Place, State, intern
+from txbroker.core.records import (
+    NO_ATTRIBUTES,
+    Attributes,
+    Decision,
+    Half,
+    Place,
+    State,
+    intern,
+)
 from txbroker.core.routing import IdParts, parse_id
 from txbroker.core.segment import ROW_BYTES, SEGMENT_VERSION, Segment, SettledSummary, pack
 from txbroker.core.transaction import Transaction, Verdict, bare
@@ -106,7 +114,7 @@ def summaries_of(transactions: Iterable[Transaction]) -> list[SettledSummary]:
                 transaction.prepared_at_ms,
                 verdict.at_ms,
                 places,
-                half.dedup_key,
+                half.attributes.dedup_key,
             )
         )
     return summaries
@@ -130,7 +138,9 @@ def to_transaction(summary: SettledSummary) -> Transaction:
         contents_fingerprint=summary.contents_fingerprint,
     )
     places = tuple([Place(intern(topic), partition, 0) for topic, partition in summary.places])
-    half = Half(summary.id, intern(summary.group), bare(places), dedup_key=summary.dedup_key)
+    dedup_key = summary.dedup_key
+    attributes = NO_ATTRIBUTES if dedup_key is None else Attributes(dedup_key=dedup_key)
+    half = Half(summary.id, intern(summary.group), bare(places), attributes)
     return Transaction(
         half,
         summary.offset,

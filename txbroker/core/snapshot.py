@@ -18,14 +18,18 @@ unsettled and what was settled since the last one, not the whole dedup window.
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from txbroker.core.decoding import UNREADABLE, version_of
 from txbroker.core.ledger import Ledger
 from txbroker.core.lifecycle import SETTLED, MarkerEntry
 from txbroker.core.records import (
+    ATTRIBUTES,
+    NO_ATTRIBUTES,
     RECORD_VERSION,
     Anchor,
     Cause,
@@ -35,6 +39,7 @@ from txbroker.core.records import (
     Place,
     Record,
     State,
+    attributes_of,
     intern,
 )
 from txbroker.core.segment import Segment, name_of, read
@@ -64,19 +69,24 @@ class _Shape(Struct, frozen=True, array_like=True, gc=False):
     places: tuple[Place, ...]
 
 
-class _More(Struct, array_like=True, gc=False):
-    """Rare fields of a transaction."""
-
-    state: State
-    order_key: str | None
-    dedup_key: str | None
-    checks: Checks | None
-    verdict: Verdict | None
-    cause: Cause | None
-    lost: bool
-
-
-_NO_MORE = _More(State.PENDING, None, None, None, None, None, False)
+# Rare fields of a transaction. A field is only added at the end, so that old and new builds
+# understand each other: two attributes stand after the state, later ones after all.
+_TEXTS = [(name, str | None, None) for name in ATTRIBUTES]
+_More = msgspec.defstruct(
+    "_More",
+    [
+        ("state", State, State.PENDING),
+        *_TEXTS[:2],
+        ("checks", Checks | None, None),
+        ("verdict", Verdict | None, None),
+        ("cause", Cause | None, None),
+        ("lost", bool, False),
+        *_TEXTS[2:],
+    ],
+    array_like=True,
+    gc=False,
+)
+_NO_MORE = _More()
 
 
 class _Facts(Struct, array_like=True, gc=False):
@@ -88,7 +98,7 @@ class _Facts(Struct, array_like=True, gc=False):
     fingerprint: bytes
     order: int | None
     instance: str
-    more: _More | None
+    more: _More | None  # type: ignore[valid-type]  # made above
 
 
 class _Chunk(Struct, array_like=True):
@@ -370,22 +380,20 @@ class Capture:
 
 def _piece(transaction: Transaction) -> _Piece:
     half = transaction.half
-    more: _More | None = None
+    more: Any = None
     if (
         transaction.state is not State.PENDING
         or transaction.checks is not NO_CHECKS
-        or half.order_key is not None
-        or half.dedup_key is not None
+        or half.attributes != NO_ATTRIBUTES
         or transaction.lost
     ):
         more = _More(
-            transaction.state,
-            half.order_key,
-            half.dedup_key,
-            None if transaction.checks is NO_CHECKS else transaction.checks,
-            None if transaction.verdict is NO_VERDICT else transaction.verdict,
-            transaction.cause if transaction.state is State.REFUSED else None,
-            transaction.lost,
+            state=transaction.state,
+            checks=None if transaction.checks is NO_CHECKS else transaction.checks,
+            verdict=None if transaction.verdict is NO_VERDICT else transaction.verdict,
+            cause=transaction.cause if transaction.state is State.REFUSED else None,
+            lost=transaction.lost,
+            **asdict(half.attributes),
         )
     facts = _Facts(
         half.id,
@@ -547,9 +555,9 @@ def _complete(waiting: bytearray) -> Iterator[MarkerEntry]:
 
 
 def _transaction(facts: _Facts, shape: _Shape, messages: tuple[Message, ...]) -> Transaction:
-    more = facts.more or _NO_MORE
+    more: Any = facts.more or _NO_MORE
     return Transaction(
-        Half(facts.id, shape.group, messages, more.order_key, more.dedup_key, shape.policy),
+        Half(facts.id, shape.group, messages, attributes_of(more), shape.policy),
         facts.offset,
         facts.prepared_at_ms,
         facts.fingerprint,

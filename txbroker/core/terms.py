@@ -113,8 +113,9 @@ class Terms(Struct, frozen=True):
 
     def match_first(self, part: HalfPart | Half) -> bool:
         """Return whether the first record of a half message has the order and dedup key."""
-        return (self.order_key is None or part.order_key == self.order_key) and (
-            self.dedup_key is None or part.dedup_key == self.dedup_key
+        order_key, dedup_key = part.attributes.order_key, part.attributes.dedup_key
+        return (self.order_key is None or order_key == self.order_key) and (
+            self.dedup_key is None or dedup_key == self.dedup_key
         )
 
     @property
@@ -158,8 +159,7 @@ class Terms(Struct, frozen=True):
             (self.id is None or half.id.startswith(self.id))
             and (self.group is None or half.group == self.group)
             and (self.topic is None or any(p.topic == self.topic for p in transaction.places))
-            and (self.order_key is None or half.order_key == self.order_key)
-            and (self.dedup_key is None or half.dedup_key == self.dedup_key)
+            and self.match_first(half)
             and self.match_time(transaction.prepared_at_ms)
         )
 

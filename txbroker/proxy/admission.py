@@ -36,7 +36,7 @@ from txbroker.contract.service import (
     SubmitRequest,
     TransactionStatus,
 )
-from txbroker.core.records import Decision, Message
+from txbroker.core.records import ATTRIBUTES, Decision, Message, attribute_values
 from txbroker.core.routing import ALPHABET, LENGTH, parse_id
 from txbroker.core.settled import ShareUse, share_max
 from txbroker.errors import BadId, BadRequest, RequestError, TooLarge
@@ -385,10 +385,9 @@ class Admission:
             _check_range("check_attempts_max", request.check_attempts_max, 1, ATTEMPTS_MAX)
         if request.check_timeout_s is not None:
             _check_range("check_timeout_s", request.check_timeout_s, TIMEOUT_S_MIN, TIMEOUT_S_MAX)
-        if request.order_key is not None:
-            _check_key("order_key", request.order_key)
-        if request.dedup_key is not None:
-            _check_key("dedup_key", request.dedup_key)
+        for name, text in zip(ATTRIBUTES, attribute_values(request), strict=True):
+            if text is not None and not 1 <= len(text) <= TEXT_MAX:
+                raise BadRequest(f"{name} must have 1 to {TEXT_MAX} characters", path=name)
         return self.check_messages(request.messages)
 
     def check_messages(self, messages: Sequence[Message]) -> int:
@@ -464,11 +463,6 @@ def _check_seconds(name: str, seconds: float) -> None:
 def _check_range(name: str, value: float, least: float, most: float) -> None:
     if not least <= value <= most:
         raise BadRequest(f"{name} must be from {least:g} to {most:g}", path=name)
-
-
-def _check_key(name: str, key: str) -> None:
-    if not 1 <= len(key) <= TEXT_MAX:
-        raise BadRequest(f"{name} must have 1 to {TEXT_MAX} characters", path=name)
 
 
 def check_id(id: str) -> None:

@@ -35,7 +35,7 @@ from txbroker.errors import (
 from txbroker.sdk.checks import LocalTransactions
 from txbroker.sdk.router import Router
 from txbroker.sdk.session import AnsweredOperation, Session, SessionLost
-from txbroker.sdk.types import Limits, Outcome, Repeated, backoff_s, size_of
+from txbroker.sdk.types import Limits, Outcome, Repeated, TransactionOptions, backoff_s, size_of
 
 _log = logging.getLogger("txbroker.sdk")
 
@@ -122,15 +122,10 @@ class InFlightLimit:
 
 
 class Draft(Struct):
-    """A transaction that is not prepared yet; see `TransactionOptions`."""
+    """A transaction that is not prepared yet, with the options that were given."""
 
     messages: tuple[Message, ...]
-    order_key: str | None = None
-    check_after_s: float | None = None
-    check_interval_s: float | None = None
-    check_attempts_max: int | None = None
-    check_timeout_s: float | None = None
-    dedup_key: str | None = None
+    options: TransactionOptions = {}
 
 
 class _RetryState:
@@ -268,9 +263,10 @@ class Calls:
         """
         time_s, limits = asyncio.get_running_loop().time, self._limits
         began_s = time_s()
-        first, key = draft.messages[0], draft.dedup_key
-        order = order_hash(draft.order_key, first.topic, first.key)
-        if key is not None and draft.order_key is None:
+        first, key = draft.messages[0], draft.options.get("dedup_key")
+        order_key = draft.options.get("order_key")
+        order = order_hash(order_key, first.topic, first.key)
+        if key is not None and order_key is None:
             order = dedup_hash(self._group, key)  # before the message's key, as proxies do
         retry: _RetryState | None = None
         operation: Prepare | None = None
@@ -338,18 +334,7 @@ class Calls:
             _randomness_left.extend(rest)
         id = make_id(partition, session.now_ms(), randomness)
         self._local.running(id)
-        return Prepare(
-            self.number(),
-            id,
-            draft.messages,
-            draft.order_key,
-            draft.check_after_s,
-            draft.check_interval_s,
-            False,
-            draft.check_attempts_max,
-            draft.check_timeout_s,
-            draft.dedup_key,
-        )
+        return Prepare(self.number(), id, draft.messages, **draft.options)
 
     def _abandon(self, transaction_id: str, *, sent: bool) -> None:
         """Give up an id; if it may be stored, remember the answer to its check."""

@@ -197,7 +197,7 @@ class TransactionalProducer:
             nothing will be published; other RequestErrors: it was refused.
             On leaving: as `Transaction.commit`.
         """
-        draft = Draft(checked(messages), **(checked_options(options) if options else {}))
+        draft = Draft(checked(messages), checked_options(options) if options else {})
         return TransactionBlock(draft, self._calls, self._local)
 
     async def send_in_transaction(

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from txbroker.contract.service import (
     TransactionView,
 )
 from txbroker.core.encoding import headers_bytes, installation_headers
-from txbroker.core.records import Cause, CheckPolicy, Half, Message, Place, Source
+from txbroker.core.records import Cause, CheckPolicy, Half, Message, Place, Source, attributes_of
 from txbroker.core.routing import home, partition_of
 from txbroker.door.protocols import Door, TargetFacts
 from txbroker.errors import (
@@ -316,9 +317,7 @@ class Broker:
                 except RequestError as error:
                     answers[number] = error
                     continue
-                half = Half(
-                    id, request.group, messages, request.order_key, request.dedup_key, policy
-                )
+                half = Half(id, request.group, messages, attributes_of(request), policy)
                 halves.append((half, where))
                 numbers.append(number)
             if halves:
@@ -548,13 +547,7 @@ async def _refused(error: RequestError) -> Sequence[Answer]:
 
 
 _OwnChecks = tuple[float | None, float | None, int | None, float | None]
-
-
-def _own_checks(request: PrepareRequest) -> _OwnChecks:
-    """Return a transaction's own check policy; None is its group's."""
-    return (
-        request.check_after_s,
-        request.check_interval_s,
-        request.check_attempts_max,
-        request.check_timeout_s,
-    )
+_own_checks: Callable[[PrepareRequest], _OwnChecks] = attrgetter(
+    "check_after_s", "check_interval_s", "check_attempts_max", "check_timeout_s"
+)
+"""Returns a transaction's own check policy; None is its group's."""

@@ -64,8 +64,7 @@ def _view(account: Account, *, bodies: bool) -> TransactionView:
         messages=_messages(
             transaction, bodies=bodies and there and not refused_as_lost(transaction)
         ),
-        order_key=half.order_key,
-        dedup_key=half.dedup_key,
+        **structs.asdict(half.attributes),
         decision=transaction.verdict.decision,
         decided_at_ms=transaction.verdict.at_ms if decided else None,
         source=transaction.verdict.source,

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 from aiohttp import ClientConnectionError, ClientConnectionResetError, WSCloseCode, WSMsgType, web
@@ -52,20 +52,11 @@ ANSWER_BYTES = 256
 """Memory of an unread answer, about."""
 
 
-class _FrameCalls:
-    """The operations of one kind in a frame that are within bounds."""
+class _FrameCalls(NamedTuple):
+    """The operations of one kind in a frame that are within bounds: number, request and bytes."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.calls: list[int] = []
-        self.requests: list[Any] = []
-        self.sizes: list[int] = []
-
-    def add(self, call: int, request: Any, size: int) -> None:
-        """Append an operation."""
-        self.calls.append(call)
-        self.requests.append(request)
-        self.sizes.append(size)
+    name: str
+    entries: list[tuple[int, Any, int]]
 
 
 class SdkSession:
@@ -253,7 +244,9 @@ class SdkSession:
 
     def take(self, operations: Sequence[wire.Received]) -> None:
         """Start the operations of a frame."""
-        prepares, decides, checks = map(_FrameCalls, ("prepare", "decide", "check"))
+        prepares, decides, checks = [
+            _FrameCalls(name, []) for name in ("prepare", "decide", "check")
+        ]
         for operation in operations:
             kind = type(operation)
             if kind is wire.Prepare:
@@ -272,7 +265,7 @@ class SdkSession:
             else:
                 raise BadRequest("a second hello: send one hello per session")
         for frame_calls in (checks, prepares, decides):
-            if frame_calls.requests:
+            if frame_calls.entries:
                 self._start(frame_calls)
 
     def _in_bounds(self, answer: wire.CheckAnswer) -> wire.CheckAnswer:
@@ -292,7 +285,7 @@ class SdkSession:
         except RequestError as error:
             self._fail((operation.call,), error, frame_calls.name)
         else:
-            frame_calls.add(operation.call, request, OPERATION_BYTES + size)
+            frame_calls.entries.append((operation.call, request, OPERATION_BYTES + size))
 
     def _start(self, frame_calls: _FrameCalls) -> None:
         """Start the operations of one kind of a frame that fit into the byte budgets."""
@@ -302,7 +295,7 @@ class SdkSession:
             self._tasks[number] = self._loop.create_task(self._carry_out(number, reserved, run))
 
     def _runs(self, frame_calls: _FrameCalls) -> Sequence[contract.Run]:
-        requests = frame_calls.requests
+        requests = [request for _, request, _ in frame_calls.entries]
         if frame_calls.name == "check":
             return [contract.Run((n,), self._ask_early(asked)) for n, asked in enumerate(requests)]
         return self._admission.runs(requests, time.monotonic())
@@ -313,14 +306,14 @@ class SdkSession:
         An operation that does not fit blocks no later one that does.
         """
         prepare = frame_calls.name == "prepare"
-        if self._reserve_bytes(sum(frame_calls.sizes), prepare=prepare) is None:
+        total = sum([size for _, _, size in frame_calls.entries])
+        if self._reserve_bytes(total, prepare=prepare) is None:
             return frame_calls
-        taken = _FrameCalls(frame_calls.name)
-        entries = zip(frame_calls.calls, frame_calls.requests, frame_calls.sizes, strict=True)
-        for call, request, size in entries:
+        taken = _FrameCalls(frame_calls.name, [])
+        for call, request, size in frame_calls.entries:
             why = self._reserve_bytes(size, prepare=prepare)
             if why is None:
-                taken.add(call, request, size)
+                taken.entries.append((call, request, size))
             else:
                 self._fail((call,), Overloaded(why), frame_calls.name)
         return taken
@@ -354,24 +347,25 @@ class SdkSession:
         self.send(*[failure(call, known) for call in calls])
 
     async def _carry_out(self, number: int, frame_calls: _FrameCalls, run: contract.Run) -> None:
-        calls = frame_calls.calls
+        entries = frame_calls.entries
         try:
             answers = await run.answers
             done: list[wire.FromProxy] = []
             failed: list[tuple[int, RequestError]] = []
             for place, answer in zip(run.numbers, answers, strict=True):
                 if isinstance(answer, RequestError):
-                    failed.append((calls[place], answer))
+                    failed.append((entries[place][0], answer))
                 else:
-                    done.append(wire.Status(calls[place], answer.id, answer.state, answer.decision))
+                    call = entries[place][0]
+                    done.append(wire.Status(call, answer.id, answer.state, answer.decision))
             self._queue(done, ANSWER_BYTES * len(done))
             for call, error in failed:
                 self._fail((call,), error, frame_calls.name)
         except Exception as error:
-            self._fail([calls[place] for place in run.numbers], error, frame_calls.name)
+            self._fail([entries[place][0] for place in run.numbers], error, frame_calls.name)
         finally:
             del self._tasks[number]
-            size = sum([frame_calls.sizes[place] for place in run.numbers])
+            size = sum([entries[place][2] for place in run.numbers])
             self._release(size, prepare=frame_calls.name == "prepare")
         if self._tasks:
             self._wake.set()
@@ -383,13 +377,8 @@ class SdkSession:
             group=self.group,
             messages=operation.messages,
             id=operation.id,
-            order_key=operation.order_key,
-            check_after_s=operation.check_after_s,
-            check_interval_s=operation.check_interval_s,
             instance=self.instance,
-            check_attempts_max=operation.check_attempts_max,
-            check_timeout_s=operation.check_timeout_s,
-            dedup_key=operation.dedup_key,
+            **contract.options_of(operation),
         )
         return request, self._admission.admit(self._principal, request)
 

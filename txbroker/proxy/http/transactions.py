@@ -20,6 +20,7 @@ from txbroker.contract.service import (
     TransactionPage,
     TransactionStatus,
     TransactionView,
+    options_of,
 )
 from txbroker.core.records import Decision, Message, Source
 from txbroker.core.routing import ALPHABET
@@ -84,12 +85,7 @@ def prepare(call: ApiCall) -> Awaitable[ApiReply]:
         group=body.group,
         messages=_messages(call, body.messages) or (),
         id=None if body.id is None else plain_id(body.id),
-        dedup_key=body.dedup_key,
-        order_key=body.order_key,
-        check_after_s=body.check_after_s,
-        check_interval_s=body.check_interval_s,
-        check_attempts_max=body.check_attempts_max,
-        check_timeout_s=body.check_timeout_s,
+        **options_of(body),
     )
     return call.context.admission.submit(call.principal, request, _status_reply, call.trace)
 
