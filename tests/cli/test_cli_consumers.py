@@ -23,7 +23,8 @@ from txbroker.consumer.stores import kept
 from txbroker.core.consuming.copies import GroupTopics
 from txbroker.core.records import Record
 from txbroker.databases import SQLite
-from txbroker.door.consuming import ConsumingDoor, Copy, CopyRefused, StoredOffset, TopicSpec
+from txbroker.door.consuming import ConsumingDoor, StoredOffset, TopicSpec
+from txbroker.door.writing import Copy, CopyRefused
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
 from txbroker.testing.broker import InMemoryBroker

@@ -12,14 +12,8 @@ import pytest
 from tests.kit.consuming import TIMING, Consuming, shared
 from tests.kit.until import until
 from txbroker.core.records import Record
-from txbroker.door.consuming import (
-    CommitFenced,
-    ConsumingDoor,
-    Copy,
-    CopyRefused,
-    Partition,
-    StoredOffset,
-)
+from txbroker.door.consuming import CommitFenced, ConsumingDoor, Partition, StoredOffset
+from txbroker.door.writing import Copy, CopyRefused
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 
 METADATA_MAX = 4096

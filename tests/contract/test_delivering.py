@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from txbroker.core.records import Record
-from txbroker.door.consuming import LATEST, ConsumingDoor, Copy, CopyRefused, TopicSpec
+from txbroker.door.consuming import LATEST, ConsumingDoor, TopicSpec
 from txbroker.door.delivering import DeliveryWriter, WriterFenced
+from txbroker.door.writing import Copy, CopyRefused
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 
 KEY = "outbox/0"

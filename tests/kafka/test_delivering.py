@@ -11,8 +11,9 @@ import pytest
 from tests.kafka.relay import END_TXN, INIT_PRODUCER_ID, Fate, Relay, fates
 from tests.kit.kafka import KafkaHarness
 from txbroker.core.records import Record
-from txbroker.door.consuming import ConsumingDoor, Copy, TopicSpec
+from txbroker.door.consuming import ConsumingDoor, TopicSpec
 from txbroker.door.delivering import DeliveryWriter, WriterFenced
+from txbroker.door.writing import Copy
 from txbroker.errors import KafkaUnavailable
 
 

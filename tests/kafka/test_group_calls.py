@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from txbroker.door.consuming import Copy, StoredOffset
+from txbroker.door.consuming import StoredOffset
+from txbroker.door.writing import Copy
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door import group_offsets

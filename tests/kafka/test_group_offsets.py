@@ -14,7 +14,8 @@ from tests.kit.kafka import KafkaHarness
 from tests.kit.until import until
 from txbroker import failpoints
 from txbroker.core.records import Record
-from txbroker.door.consuming import CommitFenced, Copy, CopyRefused, Partition, StoredOffset
+from txbroker.door.consuming import CommitFenced, Partition, StoredOffset
+from txbroker.door.writing import Copy, CopyRefused
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.client import GROUP, Client
 from txbroker.kafka.client.producer import Producer

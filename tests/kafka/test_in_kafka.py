@@ -21,7 +21,7 @@ from tests.kit.processing import PARTITIONS, Processing, passed_on
 from tests.kit.until import until
 from txbroker.consumer import committer
 from txbroker.core.records import Record
-from txbroker.door.consuming import Copy, CopyRefused
+from txbroker.door.writing import Copy, CopyRefused
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import KafkaRefused
 from txbroker.kafka.client.producer import BatchRefused, Producer

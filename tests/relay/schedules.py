@@ -36,8 +36,8 @@ from txbroker.relay.pump import Pump, PumpEvents
 from txbroker.relay.sessions import DatabaseThread, RowsLocked
 from txbroker.relay.sink import RelaySink
 from txbroker.testing.delivering import MemoryDeliveryWriter
-from txbroker.testing.memory import LostReply, MemoryKafka
-from txbroker.testing.topics import KafkaTransaction
+from txbroker.testing.memory import MemoryKafka
+from txbroker.testing.topics import KafkaTransaction, LostReply
 
 T = TypeVar("T")
 _SERVER = structs.replace(SQLITE, name="server")

@@ -43,7 +43,7 @@ from txbroker.kafka.protocol.fetched import Fetched
 from txbroker.proxy.cluster.broker import Broker
 from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.testing.door import MemoryPartitionDoor
-from txbroker.testing.memory import LostReply
+from txbroker.testing.topics import LostReply
 
 _NUMBERS = itertools.count()
 

@@ -44,8 +44,7 @@ from txbroker.errors import RequestError
 from txbroker.proxy.partition import snapshots
 from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.proxy.partition.recovery import Recovered, check_checkpoint, recover
-from txbroker.testing.memory import LostReply
-from txbroker.testing.topics import KafkaTransaction, MemoryPartition
+from txbroker.testing.topics import KafkaTransaction, LostReply, MemoryPartition
 
 STEPS = 80
 LONG = bool(os.environ.get("TXBROKER_TEST_LONG"))

@@ -9,7 +9,8 @@ import pytest
 from tests.kit.until import until
 from tests.secure.secure_world import AllowedWorld, SecureKafka
 from txbroker.core.records import Record
-from txbroker.door.consuming import Copy, CopyRefused, StoredOffset, TopicSpec
+from txbroker.door.consuming import StoredOffset, TopicSpec
+from txbroker.door.writing import Copy, CopyRefused
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.acls import Resource, Right, Role
 from txbroker.kafka.door.consuming import KafkaConsumingDoor

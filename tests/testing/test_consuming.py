@@ -12,18 +12,14 @@ import pytest
 from tests.kit.consuming import Consuming, Fetching, shared
 from tests.kit.until import until
 from txbroker.core.records import Record
-from txbroker.door.consuming import (
-    CommitFenced,
-    ConsumingDoor,
-    Copy,
-    Partition,
-    StoredOffset,
-    TopicSpec,
-)
+from txbroker.door.consuming import CommitFenced, ConsumingDoor, Partition, StoredOffset, TopicSpec
+from txbroker.door.writing import Copy
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.sdk import BlockingTransactionalProducer, Message
 from txbroker.testing.broker import InMemoryBroker
-from txbroker.testing.memory import LostReply, MemoryKafka
+from txbroker.testing.consuming import MemoryConsumingDoor
+from txbroker.testing.memory import MemoryKafka
+from txbroker.testing.topics import LostReply
 
 T0, T1 = ("topic", 0), ("topic", 1)
 
@@ -46,7 +42,7 @@ def memory() -> MemoryKafka:
 
 @pytest.fixture
 async def door(memory: MemoryKafka) -> AsyncIterator[ConsumingDoor]:
-    door = memory.consuming_door()
+    door = MemoryConsumingDoor(memory)
     await door.start()
     yield door
     await door.close()

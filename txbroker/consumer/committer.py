@@ -17,7 +17,8 @@ from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import Work
 from txbroker.consumer.stores.pending import Pending, PendingCopies
 from txbroker.core.consuming.position import METADATA_LENGTH_MAX
-from txbroker.door.consuming import CommitFenced, Copy, CopyRefused, Partition, StoredOffset
+from txbroker.door.consuming import CommitFenced, Partition, StoredOffset
+from txbroker.door.writing import Copy, CopyRefused
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.failpoints import failpoint

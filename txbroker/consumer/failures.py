@@ -38,7 +38,7 @@ from txbroker.core.consuming.failure import (
     Verdict,
 )
 from txbroker.core.consuming.queues import Queues
-from txbroker.door.consuming import Copy, CopyRefused
+from txbroker.door.writing import Copy, CopyRefused
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 

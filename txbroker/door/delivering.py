@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from txbroker.core.records import Record
-from txbroker.door.consuming import Copy
+from txbroker.door.writing import Copy
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 
 _CLAIM = b"/owner"

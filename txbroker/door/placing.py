@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from txbroker.core.records import NO_HEADERS, Cause, Message, Record
 from txbroker.core.routing import murmur2
-from txbroker.door.consuming import Copy
+from txbroker.door.writing import Copy
 from txbroker.errors import TxbrokerError
 
 _KNOWN_S = 30.0

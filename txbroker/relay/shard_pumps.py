@@ -11,12 +11,12 @@ from txbroker.door.consuming import ConsumingDoor
 from txbroker.relay.outbox_source import OutboxSource, Retries, decode_position, name_taken
 from txbroker.relay.pump import Pump, PumpEvents
 from txbroker.relay.sessions import DatabaseThread
+from txbroker.relay.settings import RelaySettings
 from txbroker.relay.sink import RelaySink
 from txbroker.relay.wakeups import wakeups
 
 if TYPE_CHECKING:
     from txbroker.relay.outbox import Outbox
-    from txbroker.relay.relay import RelaySettings
 
 
 class ShardPumps:

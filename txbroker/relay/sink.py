@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from itertools import count as counting
 
 from txbroker.core.records import Message
-from txbroker.door.consuming import ConsumingDoor, CopyRefused
+from txbroker.door.consuming import ConsumingDoor
 from txbroker.door.delivering import DeliveryWriter
 from txbroker.door.placing import MessagesRefused, Placing, Refusal, Remedy
+from txbroker.door.writing import CopyRefused
 from txbroker.errors import TxbrokerError
 
 _KAFKAS_TIME = -1

@@ -26,7 +26,6 @@ from txbroker.door.consuming import (
     EARLIEST,
     LATEST,
     CommitFenced,
-    Copy,
     Deliver,
     Fetcher,
     FetchFailed,
@@ -41,9 +40,10 @@ from txbroker.door.consuming import (
 )
 from txbroker.door.delivering import DeliveryWriter
 from txbroker.door.owners import own_by_name, owner_of, unknown_target
+from txbroker.door.writing import Copy
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.testing.delivering import MemoryDeliveryWriter
-from txbroker.testing.groups import MemoryGroup, Seat, store_copies
+from txbroker.testing.groups import Seat
 from txbroker.testing.members import CUT_OFF
 from txbroker.testing.memory import MemoryKafka
 from txbroker.testing.topics import (
@@ -189,8 +189,9 @@ class MemoryConsumingDoor:
     def member(
         self, group: str, instance: str | None, listener: MemberListener, **timing: Any
     ) -> GroupMember:
-        made = self._kafka.group(group)
-        return MemoryMember(self._home, made, instance, listener, MemoryTiming(**timing))
+        return MemoryMember(
+            self._home, self._kafka, group, instance, listener, MemoryTiming(**timing)
+        )
 
     def fetcher(self, deliver: Deliver, failed: FetchFailed) -> Fetcher:
         return MemoryFetcher(self._home, self._kafka, deliver, failed)
@@ -216,7 +217,7 @@ class MemoryConsumingDoor:
     async def store(self, group: str, copies: Sequence[Copy]) -> None:
         def write() -> None:
             self._kafka.require_up()
-            store_copies(self._kafka, copies, KafkaTransaction())
+            self._kafka.store(copies, KafkaTransaction())
 
         await self._home.run(write)
 
@@ -283,7 +284,8 @@ class MemoryMember:
     def __init__(
         self,
         home: _Side,
-        group: MemoryGroup,
+        kafka: MemoryKafka,
+        group: str,
         instance: str | None,
         listener: MemberListener,
         timing: MemoryTiming,
@@ -291,7 +293,8 @@ class MemoryMember:
         self.name = instance or f"member-{next(_NUMBERS)}"
         self.owned: set[Partition] = set()
         self._home = home
-        self._group = group
+        self._kafka = kafka
+        self._group = kafka.group(group)
         self._static = instance is not None
         self._listener = listener
         self._timing = timing
@@ -341,7 +344,19 @@ class MemoryMember:
         seat = self._seat
         if seat is None or self._generation < 0:
             raise CommitFenced("this consumer is not in its group: nothing is stored")
-        await self._home.run(partial(self._group.commit, seat, dict(offsets), tuple(copies)))
+        await self._home.run(partial(self._store, seat, dict(offsets), tuple(copies)))
+
+    def _store(
+        self, seat: Seat, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy]
+    ) -> None:
+        """Store offsets and copies together, in the Kafka's loop."""
+        lost, transaction = self._group.take_lost_commit(), KafkaTransaction()
+        self._group.check_commit(seat, offsets)
+        try:
+            self._kafka.store(copies, transaction, lost)
+        finally:
+            if transaction.committed:
+                self._group.offsets.update(offsets)
 
     # --- in the user's loop ------------------------------------------------------------------
 

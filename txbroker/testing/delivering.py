@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from txbroker.core.records import Record
-from txbroker.door.consuming import Copy, CopyRefused
 from txbroker.door.delivering import DeliveryWriter, PositionScan, WriterFenced, claim_record
+from txbroker.door.writing import Copy, CopyRefused
 from txbroker.errors import KafkaUnavailable
-from txbroker.testing.groups import store_copies
-from txbroker.testing.memory import LostReply, MemoryKafka
-from txbroker.testing.topics import KafkaTransaction, RecordRefused
+from txbroker.testing.memory import MemoryKafka
+from txbroker.testing.topics import KafkaTransaction, LostReply, RecordRefused
 
 T = TypeVar("T")
 
@@ -126,7 +125,7 @@ class MemoryDeliveryWriter(DeliveryWriter):
 
         def commit() -> None:
             lost, self.lost = self.lost, None
-            store_copies(self._kafka, [*self._pending, *places], self._open(), lost)
+            self._kafka.store([*self._pending, *places], self._open(), lost)
 
         await self._run(commit)
         self._pending, self._transaction, self._follows_position = (), None, True

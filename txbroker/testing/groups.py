@@ -11,22 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from txbroker.core.consuming.assignment import Subscription, assign
-from txbroker.door.consuming import (
-    CommitFenced,
-    Copy,
-    CopyRefused,
-    GroupDescription,
-    Partition,
-    StoredOffset,
-)
+from txbroker.door.consuming import CommitFenced, GroupDescription, Partition, StoredOffset
 from txbroker.errors import ConfigurationError, InvariantBroken, KafkaUnavailable
-from txbroker.testing.topics import KafkaTransaction, RecordRefused
-
-if TYPE_CHECKING:
-    from txbroker.testing.memory import LostReply, MemoryKafka
+from txbroker.testing.topics import LostReply, MemoryTopics
 
 METADATA_CHARACTERS_MAX = 4096
 """Kafka's own default of `offset.metadata.max.bytes`, which counts characters."""
@@ -97,7 +87,7 @@ class MemoryGroup:
         seats: the members by name.
     """
 
-    def __init__(self, kafka: MemoryKafka) -> None:
+    def __init__(self, kafka: MemoryTopics) -> None:
         self.offsets: dict[Partition, StoredOffset] = {}
         self.authorized = True
         self.seats: dict[str, Seat] = {}
@@ -283,11 +273,8 @@ class MemoryGroup:
         self._kafka.require_up()
         return {at: self.offsets[at] for at in partitions if at in self.offsets}
 
-    def commit(
-        self, seat: Seat, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy]
-    ) -> None:
-        """Store offsets and copies together; see `GroupMember.commit`."""
-        lost, self._lost_commit = self._lost_commit, None
+    def check_commit(self, seat: Seat, offsets: Mapping[Partition, StoredOffset]) -> None:
+        """Raise an error if a member may not store these offsets; see `GroupMember.commit`."""
         if not self.holds(seat):
             raise CommitFenced(f"{seat.name} is no member of the group any more: nothing is stored")
         if not self.authorized:
@@ -299,12 +286,11 @@ class MemoryGroup:
                     f"the metadata of {partition[0]}-{partition[1]} has {len(stored.metadata)} "
                     f"characters, Kafka takes {METADATA_CHARACTERS_MAX}"
                 )
-        transaction = KafkaTransaction()
-        try:
-            store_copies(self._kafka, copies, transaction, lost)
-        finally:
-            if transaction.committed:
-                self.offsets.update(offsets)
+
+    def take_lost_commit(self) -> LostReply | None:
+        """Return what happens to this commit, whose answer is lost; None: it is answered."""
+        lost, self._lost_commit = self._lost_commit, None
+        return lost
 
     @property
     def exists(self) -> bool:
@@ -318,38 +304,3 @@ class MemoryGroup:
             state if self.seats else "Empty" if self.offsets else "Dead",
             tuple((name, "in memory", seat.share) for name, seat in self.seats.items()),
         )
-
-
-def store_copies(
-    kafka: MemoryKafka,
-    copies: Sequence[Copy],
-    transaction: KafkaTransaction,
-    lost: LostReply | None = None,
-) -> None:
-    """Write copies in a Kafka transaction, and end it.
-
-    Args:
-        lost: what happens to a commit whose answer is lost.
-
-    Raises:
-        CopyRefused
-        KafkaUnavailable: the answer is lost.
-    """
-    written: set[Partition] = set()
-    try:
-        for copy in copies:
-            try:
-                kafka.write(copy.topic, copy.partition, [copy.record], transaction)
-            except RecordRefused as error:
-                raise CopyRefused(
-                    error.cause.message,
-                    [copy],
-                    too_large=error.cause.code == "too_large",
-                    passing=error.of_topic,
-                ) from None
-            written.add((copy.topic, copy.partition))
-        kafka.finish(transaction, lost)
-    finally:
-        kafka.end(transaction, committed=False)
-        for partition in written:
-            kafka.partition(*partition).mark(kafka.clock.now_ms())

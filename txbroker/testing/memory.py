@@ -12,23 +12,23 @@ import itertools
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
 
 from msgspec import structs
 
 from txbroker.core.encoding import encode_headers
 from txbroker.core.records import Cause, Encoded, Record
-from txbroker.door.consuming import ConsumingDoor
 from txbroker.door.protocols import (
     Appended,
     AppendRefused,
     AppendUnknown,
 )
+from txbroker.door.writing import Copy, CopyRefused
 from txbroker.errors import KafkaUnavailable
 from txbroker.testing.groups import MemoryGroup
 from txbroker.testing.members import MemoryCoordinator
 from txbroker.testing.topics import (
     KafkaTransaction,
+    LostReply,
     MemoryTopic,
     MemoryTopics,
     RecordRefused,
@@ -64,13 +64,6 @@ class AdjustableClock:
         self._ahead_ms += round(seconds * 1000)
 
 
-class LostReply(Enum):
-    """Whether a write without an answer took effect."""
-
-    DONE = "done"
-    NOT_DONE = "not done"
-
-
 class MemoryKafka(MemoryTopics):
     """Topics that several doors share, with switches for faults.
 
@@ -94,21 +87,12 @@ class MemoryKafka(MemoryTopics):
         self._members: dict[str, MemoryCoordinator] = {}
         self._transactions: dict[str, tuple[object, list[KafkaTransaction]]] = {}
         self._producers: dict[str, int] = {}
-        self._down: LostReply | None = None
         self._lost_append: LostReply | None = None
         self._lost_commit: LostReply | None = None
         self._waiting: set[asyncio.Future[None]] = set()
         self.unaware: set[tuple[str, int]] = set()
 
     # --- faults ------------------------------------------------------------------------------
-
-    def go_down(self, unanswered: LostReply = LostReply.NOT_DONE) -> None:
-        """Stop answering; `unanswered` decides whether appends and commits take effect."""
-        self._down = unanswered
-
-    def come_up(self) -> None:
-        self._down = None
-        self._changed()
 
     def lose_answer_of_next_append(self, outcome: LostReply) -> None:
         """Do not answer the next append to a half or operation topic."""
@@ -147,19 +131,8 @@ class MemoryKafka(MemoryTopics):
         await asyncio.sleep(0)
         self.require_up()
 
-    def require_up(self) -> None:
-        """Raise `KafkaUnavailable` while the broker is down."""
-        if self._down is not None:
-            raise KafkaUnavailable("the in-memory Kafka is down")
-
     def coordinator(self, group: str) -> MemoryCoordinator:
         return self._members.setdefault(group, MemoryCoordinator())
-
-    def consuming_door(self) -> ConsumingDoor:
-        """Return a consumer's door, for the loop of this Kafka."""
-        from txbroker.testing.consuming import MemoryConsumingDoor
-
-        return MemoryConsumingDoor(self)
 
     def group(self, name: str) -> MemoryGroup:
         """Return a group of consumers: its members, offsets and faults."""
@@ -318,6 +291,40 @@ class MemoryKafka(MemoryTopics):
                 if not future.done():
                     future.set_result(None)
             self._changed()
+
+    def store(
+        self,
+        copies: Sequence[Copy],
+        transaction: KafkaTransaction,
+        lost: LostReply | None = None,
+    ) -> None:
+        """Write copies in a Kafka transaction, and end it.
+
+        Args:
+            lost: what happens to a commit whose answer is lost.
+
+        Raises:
+            CopyRefused
+            KafkaUnavailable: the answer is lost.
+        """
+        written: set[tuple[str, int]] = set()
+        try:
+            for copy in copies:
+                try:
+                    self.write(copy.topic, copy.partition, [copy.record], transaction)
+                except RecordRefused as error:
+                    raise CopyRefused(
+                        error.cause.message,
+                        [copy],
+                        too_large=error.cause.code == "too_large",
+                        passing=error.of_topic,
+                    ) from None
+                written.add((copy.topic, copy.partition))
+            self.finish(transaction, lost)
+        finally:
+            self.end(transaction, committed=False)
+            for partition in written:
+                self.partition(*partition).mark(self.clock.now_ms())
 
     async def ended(self) -> None:
         """Wait until any transaction ends."""

@@ -23,7 +23,8 @@ from txbroker.core.consuming.copies import (
     spread,
 )
 from txbroker.core.records import Record
-from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, Copy, CopyRefused, Partition
+from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, Partition
+from txbroker.door.writing import Copy, CopyRefused
 from txbroker.errors import ConfigurationError
 
 _READ_OFFSETS = 1000

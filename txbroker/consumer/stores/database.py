@@ -15,7 +15,8 @@ from txbroker.databases.dialect import Fault
 from txbroker.databases.kept import DEAD, RETRY, SET_ASIDE, UNPUBLISHED, Kept, KeptTable
 from txbroker.databases.positions import PositionTable
 from txbroker.databases.steps import Steps
-from txbroker.door.consuming import Copy, CopyRefused, Partition, StoredOffset
+from txbroker.door.consuming import Partition, StoredOffset
+from txbroker.door.writing import Copy, CopyRefused
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError
 

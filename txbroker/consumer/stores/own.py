@@ -10,11 +10,11 @@ from txbroker.consumer.committer import StoreTraits
 from txbroker.door.consuming import (
     CommitFenced,
     ConsumingDoor,
-    Copy,
     Partition,
     StoredOffset,
     StoreUnavailable,
 )
+from txbroker.door.writing import Copy
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import Work, size_of
-from txbroker.door.consuming import Copy, CopyRefused
+from txbroker.door.writing import Copy, CopyRefused
 
 if TYPE_CHECKING:
     from txbroker.consumer.engine import Engine

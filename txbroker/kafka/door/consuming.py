@@ -11,7 +11,6 @@ from txbroker.core.records import Cause, Record
 from txbroker.door.consuming import (
     LATEST,
     ConsumingDoor,
-    Copy,
     Deliver,
     Fetcher,
     FetchFailed,
@@ -23,8 +22,8 @@ from txbroker.door.consuming import (
     TopicIdentity,
     TopicSpec,
 )
-from txbroker.door.protocols import AppendRefused, AppendUnknown, LogTruncated
-from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.door.writing import Copy
+from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client, KafkaRefused, LoginRefused, Opener, is_retriable
 from txbroker.kafka.client.fetcher import KafkaFetcher
@@ -36,14 +35,7 @@ from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming, sto
 from txbroker.kafka.door.log import append_records
 from txbroker.kafka.door.targets import Owners
 
-_TRUNCATED_RETRIES = 3
 _SETTLED_POLL_S = 0.1
-
-
-class RecordsRefused(KafkaUnavailable):
-    """A broker refused records: the message holds its reason."""
-
-    lasting = True
 
 
 class KafkaConsumingDoor(ConsumingDoor):
@@ -141,15 +133,7 @@ class KafkaConsumingDoor(ConsumingDoor):
         topic, number = partition
         reader = Reader(self._client, topic, number, f"read/{topic}-{number}", append_time=False)
         end = min(end, (await self.offsets([partition], LATEST))[partition])
-        for _attempt in range(_TRUNCATED_RETRIES):
-            records: list[Record] = []
-            try:
-                async for some in reader.read(max(start, await reader.start()), end):
-                    records += some
-            except LogTruncated:
-                continue  # older records were deleted meanwhile
-            return records
-        raise KafkaUnavailable(f"records of {reader.name} are deleted faster than read: retry")
+        return await reader.read_kept(start, end)
 
     async def append(self, topic: str, partition: int, records: Sequence[Record]) -> None:
         """Append records outside of a transaction.
@@ -158,12 +142,7 @@ class KafkaConsumingDoor(ConsumingDoor):
             RecordsRefused: a broker refused a batch; earlier ones are stored.
             KafkaUnavailable: a batch may or may not be stored.
         """
-        try:
-            await append_records(self._client, topic, partition, records)
-        except AppendRefused as error:
-            raise RecordsRefused(str(error)) from None
-        except AppendUnknown as error:
-            raise KafkaUnavailable(str(error)) from None
+        await append_records(self._client, topic, partition, records)
 
     async def store(self, group: str, copies: Sequence[Copy]) -> None:
         """Append records in one Kafka transaction, see `ConsumingDoor.store`.

@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from txbroker.core.records import Record
-from txbroker.door.consuming import Copy, CopyRefused, Partition
+from txbroker.door.consuming import Partition
 from txbroker.door.delivering import DeliveryWriter, PositionScan, WriterFenced, claim_record
+from txbroker.door.writing import Copy, CopyRefused
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.kafka.client.client import Client

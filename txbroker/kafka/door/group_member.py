@@ -10,8 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from txbroker.core.consuming.assignment import Subscription, assign
-from txbroker.door.consuming import CommitFenced, Copy, MemberListener, Partition, StoredOffset
+from txbroker.door.consuming import CommitFenced, MemberListener, Partition, StoredOffset
 from txbroker.door.protocols import TAKEN
+from txbroker.door.writing import Copy
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused
 from txbroker.kafka.client.member import Holder, Identity, Member

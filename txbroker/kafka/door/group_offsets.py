@@ -12,13 +12,8 @@ import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from txbroker.door.consuming import (
-    CommitFenced,
-    Copy,
-    CopyRefused,
-    Partition,
-    StoredOffset,
-)
+from txbroker.door.consuming import CommitFenced, Partition, StoredOffset
+from txbroker.door.writing import Copy, CopyRefused
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.kafka.client.acls import consumers_transactional_id

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import MutableMapping, Sequence
 from typing import NamedTuple, Protocol
 
-from txbroker.door.consuming import Copy, Partition
+from txbroker.door.consuming import Partition
+from txbroker.door.writing import Copy
 from txbroker.kafka.protocol.batch import Body, batch_body
 from txbroker.kafka.protocol.codes import TOPIC_REFUSED, Code
 

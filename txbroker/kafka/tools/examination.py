@@ -251,7 +251,7 @@ class KafkaExamination(ClientOwner):
 
     async def _records(self, topic: str) -> list[Record]:
         reader = Reader(self._client, topic, 0, f"{_CHANNEL}/{topic}", append_time=False)
-        return await reader.read_all(await reader.stable_end())
+        return await reader.read_kept(0, await reader.stable_end())
 
     async def set_aside(self) -> list[Found]:
         """Return the newest records of other clients in txbroker's own topics that stop no

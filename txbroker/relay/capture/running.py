@@ -21,7 +21,7 @@ from txbroker.relay.capture.plan import Capture, CaptureSource
 from txbroker.relay.connections import open_door
 from txbroker.relay.metrics import RelayFigures
 from txbroker.relay.pump import Pump
-from txbroker.relay.relay import StillWaiting
+from txbroker.relay.settings import StillWaiting
 from txbroker.relay.sink import RelaySink
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
