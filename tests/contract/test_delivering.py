@@ -9,8 +9,8 @@ import pytest
 
 from txbroker.core.records import Record
 from txbroker.door.consuming import LATEST, ConsumingDoor, TopicSpec
-from txbroker.door.delivering import DeliveryWriter, WriterFenced
-from txbroker.door.writing import Copy, CopyRefused
+from txbroker.door.delivering import DeliveryWriter
+from txbroker.door.writing import Copy, Fenced, Refused
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 
 KEY = "outbox/0"
@@ -82,7 +82,7 @@ async def test_claim_fences_the_writer_before(writers: Writers) -> None:
     await first.write(writers.copies(b"open"))
     await first.write(writers.copies(b"more"))
     assert await second.claim() is None
-    with pytest.raises(WriterFenced):
+    with pytest.raises(Fenced):
         await first.commit(b"1")
     with pytest.raises(KafkaUnavailable):
         await first.write(writers.copies(b"again"))
@@ -115,10 +115,10 @@ async def test_refused_message_is_named_and_the_others_are_aborted(
     if fault == "of the topic":
         bad = Copy(bad.topic, 99, good.record)
     await writer.write([good, bad])
-    with pytest.raises(CopyRefused) as refused:
+    with pytest.raises(Refused) as refused:
         await writer.commit(b"1")
-    assert list(refused.value.copies) == [bad]
-    assert refused.value.passing == (fault == "of the topic")
+    assert list(refused.value.indexes) == [1]
+    assert refused.value.of_topic == (fault == "of the topic")
     await writer.write([good])
     await writer.commit(b"2")
     assert await writers.visible() == [b"good"]

@@ -12,8 +12,8 @@ from tests.kafka.relay import END_TXN, INIT_PRODUCER_ID, Fate, Relay, fates
 from tests.kit.kafka import KafkaHarness
 from txbroker.core.records import Record
 from txbroker.door.consuming import ConsumingDoor, TopicSpec
-from txbroker.door.delivering import DeliveryWriter, WriterFenced
-from txbroker.door.writing import Copy
+from txbroker.door.delivering import DeliveryWriter
+from txbroker.door.writing import Copy, Fenced
 from txbroker.errors import KafkaUnavailable
 
 
@@ -71,7 +71,7 @@ async def test_end_by_kafka_after_its_timeout_is_no_other_process(
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 1000)
     with pytest.raises(KafkaUnavailable, match="too many rows: divide it") as caught:
         await first.commit(b"1")
-    assert not isinstance(caught.value, WriterFenced)
+    assert not isinstance(caught.value, Fenced)
 
 
 @pytest.mark.rule(47)

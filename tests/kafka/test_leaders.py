@@ -10,6 +10,7 @@ import pytest
 from aiokafka.protocol.fetch import FetchRequest
 
 from txbroker.door.protocols import LogTruncated
+from txbroker.door.writing import Partition
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import leaders
 from txbroker.kafka.client.client import Client, KafkaRefused, Unanswered
@@ -20,7 +21,6 @@ from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.protocol.codes import Code
 from txbroker.kafka.protocol.packed import ListOffsetsV3
 from txbroker.kafka.protocol.schemas import MetadataV10
-from txbroker.kafka.protocol.transactions import Partition
 
 T, U = ("t", 0), ("u", 3)
 SETTINGS = KafkaSettings(

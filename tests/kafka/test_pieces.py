@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from txbroker.core.encoding import PROGRESS_KEY, _names, encode_claim, encode_headers
 from txbroker.core.records import LOG_VERSION, Claim, Record
 from txbroker.door.own_topics import CheckpointScan
-from txbroker.door.protocols import Fenced, PromotionTxnLost, PromotionTxnRefused
+from txbroker.door.writing import Fenced, Refused, Unknown
 from txbroker.errors import InvariantBroken
 from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, ProducerFenced
 from txbroker.kafka.door.pipelined_writer import translated
@@ -224,7 +224,7 @@ def test_codes_unknown_to_library_are_retriable() -> None:
     ],
 )
 def test_refused_batch_becomes_cause(code: int, cause: str, passing: bool) -> None:
-    with pytest.raises(PromotionTxnRefused) as raised, translated():
+    with pytest.raises(Refused) as raised, translated():
         raise BatchRefused(("target", 3), code, None)
     found = raised.value.cause
     expected = (cause, "target", 3, passing)
@@ -232,7 +232,7 @@ def test_refused_batch_becomes_cause(code: int, cause: str, passing: bool) -> No
     assert "target-3" in found.message
 
 
-LOST = PromotionTxnLost
+LOST = Unknown
 ERRORS: list[tuple[Exception, type[Exception]]] = [
     (BatchUnknown(("t", 0), "no answer"), LOST),
     *(

@@ -28,8 +28,8 @@ from txbroker.databases.outbox.waiting import Group, WaitingRows
 from txbroker.databases.sessions import DriverSession
 from txbroker.databases.steps import Query, Steps, run
 from txbroker.databases.tables import create
-from txbroker.door.delivering import WriterFenced
 from txbroker.door.owners import unknown_target
+from txbroker.door.writing import Fenced
 from txbroker.errors import KafkaUnavailable
 from txbroker.relay.outbox_source import OutboxSource, Retries
 from txbroker.relay.pump import Pump, PumpEvents
@@ -146,7 +146,7 @@ class Relay:
     async def _run(self, pump: Pump) -> None:
         try:
             await pump.run()
-        except WriterFenced:
+        except Fenced:
             pass
         finally:
             self._over = True

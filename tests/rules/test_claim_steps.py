@@ -10,15 +10,8 @@ from typing import Any
 import pytest
 
 from txbroker.core.records import RECORD_VERSION, Checkpoint, Claim, Record
-from txbroker.door.protocols import (
-    Claimed,
-    Fenced,
-    Hanging,
-    PartitionDoor,
-    PromotionTxn,
-    PromotionTxnLost,
-    TargetRecord,
-)
+from txbroker.door.protocols import Claimed, Hanging, PartitionDoor, PromotionTxn
+from txbroker.door.writing import Copy, Fenced, Partition, Unknown
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.producer import Producer, Stored
 from txbroker.kafka.client.settings import KafkaSettings
@@ -26,7 +19,6 @@ from txbroker.kafka.client.shared_writes import SharedWrites
 from txbroker.kafka.door.partition import KafkaPartitionDoor
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.schemas import DescribeProducersV0, MetadataV10
-from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.timers import Backoff
 from txbroker.testing.door import MemoryDoor
 from txbroker.testing.memory import MemoryKafka
@@ -172,7 +164,7 @@ class Stepped:
 
 def turn(claim: str) -> PromotionTxn:
     """Return the turn that promotes the only transaction there is."""
-    target = TargetRecord("t", 0, Record(b"k", b"v"))
+    target = Copy("t", 0, Record(b"k", b"v"))
     return PromotionTxn((target,), (), Checkpoint(RECORD_VERSION, claim, 1, 1))
 
 
@@ -181,7 +173,7 @@ async def own(door: PartitionDoor, name: str) -> str:
         claimed = await door.claim(Claim(RECORD_VERSION, name, name, ""))
         if claimed.progress is None:
             await (await door.write(turn(name))).committed()
-    except (Fenced, PromotionTxnLost):
+    except (Fenced, Unknown):
         return "lost"
     return "owner"
 
@@ -191,7 +183,7 @@ async def can_write(door: PartitionDoor, name: str) -> bool:
     empty = PromotionTxn((), (), Checkpoint(RECORD_VERSION, name, 1, 1))
     try:
         await (await door.write(empty)).committed()
-    except (Fenced, PromotionTxnLost):
+    except (Fenced, Unknown):
         return False
     return True
 

@@ -12,8 +12,8 @@ import pytest
 from tests.kit.consuming import Consuming, Fetching, shared
 from tests.kit.until import until
 from txbroker.core.records import Record
-from txbroker.door.consuming import CommitFenced, ConsumingDoor, Partition, StoredOffset, TopicSpec
-from txbroker.door.writing import Copy
+from txbroker.door.consuming import ConsumingDoor, Partition, StoredOffset, TopicSpec
+from txbroker.door.writing import Copy, Fenced
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.sdk import BlockingTransactionalProducer, Message
 from txbroker.testing.broker import InMemoryBroker
@@ -141,7 +141,7 @@ async def test_silent_member_keeps_lease_until_its_end(
     assert (first.losses, first.member.owned) == ([], {mine})
     group.expire("first")
     await second.owns(T0, T1)
-    with pytest.raises(CommitFenced):
+    with pytest.raises(Fenced):
         await first.member.commit({mine: StoredOffset(1, "")})
     assert first.losses == []
     group.reconnect("first")

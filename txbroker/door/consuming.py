@@ -24,11 +24,6 @@ EARLIEST, LATEST = -2, -1
 """Where a partition begins, and its last stable offset: times for `ConsumingDoor.offsets`."""
 
 
-class CommitFenced(KafkaUnavailable):
-    """The group coordinator refused a commit: this member's generation has ended, or another
-    process uses its instance id. Nothing of the commit was stored."""
-
-
 class StoreUnavailable(KafkaUnavailable):
     """A store of positions, outside of Kafka, does not answer or refuses; the consumer tries
     again."""
@@ -134,8 +129,8 @@ class GroupMember(Protocol):
         one Kafka transaction, or not at all. Calls may overlap.
 
         Raises:
-            CommitFenced
-            CopyRefused
+            Fenced: this member's generation has ended, or another process uses its instance id.
+            Refused
             KafkaUnavailable: the result is unknown. It is known before the next `load` returns.
         """
 
@@ -260,7 +255,7 @@ class ConsumingDoor(Protocol):
         """Append records to topics of a group in one Kafka transaction: all or none.
 
         Raises:
-            CopyRefused
+            Refused
             KafkaUnavailable: the result is unknown. An open transaction ends by its timeout.
         """
 

@@ -12,15 +12,9 @@ from msgspec import Struct
 
 from txbroker.core.records import Record
 from txbroker.door.writing import Copy
-from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.errors import ConfigurationError
 
 _CLAIM = b"/owner"
-
-
-class WriterFenced(KafkaUnavailable):
-    """Another process has claimed this writer's transactional id: nothing more can be written."""
-
-    lasting = True
 
 
 class DeliveryWriter(Protocol):
@@ -28,7 +22,7 @@ class DeliveryWriter(Protocol):
 
     The position is the newest record with this writer's key, in a compacted topic, that it or an
     earlier writer with its transactional id wrote; see `PositionScan`. One call at a time; after
-    any error but `CopyRefused` the writer must be claimed again.
+    any error but `Refused` the writer must be claimed again.
     """
 
     async def look(self) -> bytes | None:
@@ -53,25 +47,26 @@ class DeliveryWriter(Protocol):
     async def write(self, copies: Sequence[Copy]) -> None:
         """Add records to the open transaction, or begin one.
 
+        They may be sent with a later call, which raises their errors: indexes of `Refused` are
+        those of all records written since the transaction began.
+
         Raises:
-            CopyRefused: a broker refused some; the transaction is aborted.
-            WriterFenced
-            KafkaUnavailable: the transaction is aborted, or will be by the next claim.
+            Refused, Fenced
+            Unknown: the next claim aborts the transaction.
         """
 
     async def abort(self) -> None:
         """Drop all messages written since the last commit.
 
         Raises:
-            WriterFenced, KafkaUnavailable
+            Fenced, Unknown
         """
 
     async def commit(self, position: bytes) -> None:
         """Store a position in the open transaction, and commit it.
 
         Raises:
-            CopyRefused, WriterFenced
-            KafkaUnavailable: whether it is committed is unknown until the next claim.
+            Refused, Fenced, Unknown
         """
 
 

@@ -25,7 +25,6 @@ from txbroker.core.records import Cause, Record
 from txbroker.door.consuming import (
     EARLIEST,
     LATEST,
-    CommitFenced,
     Deliver,
     Fetcher,
     FetchFailed,
@@ -40,7 +39,7 @@ from txbroker.door.consuming import (
 )
 from txbroker.door.delivering import DeliveryWriter
 from txbroker.door.owners import own_by_name, owner_of, unknown_target
-from txbroker.door.writing import Copy
+from txbroker.door.writing import Copy, Fenced, Refused
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.testing.delivering import MemoryDeliveryWriter
 from txbroker.testing.groups import Seat
@@ -51,7 +50,6 @@ from txbroker.testing.topics import (
     KafkaTransaction,
     MemoryEvidence,
     MemoryPartition,
-    RecordRefused,
     valid_name,
 )
 
@@ -209,7 +207,7 @@ class MemoryConsumingDoor:
             self._kafka.require_up()
             try:
                 self._kafka.write(topic, partition, records, None)
-            except RecordRefused as error:
+            except Refused as error:
                 raise TopicRefused(error.cause.message) from None
 
         await self._home.run(write)
@@ -343,7 +341,7 @@ class MemoryMember:
     ) -> None:
         seat = self._seat
         if seat is None or self._generation < 0:
-            raise CommitFenced("this consumer is not in its group: nothing is stored")
+            raise Fenced("this consumer is not in its group: nothing is stored")
         await self._home.run(partial(self._store, seat, dict(offsets), tuple(copies)))
 
     def _store(

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from txbroker.core.records import Record
-from txbroker.door.delivering import DeliveryWriter, PositionScan, WriterFenced, claim_record
-from txbroker.door.writing import Copy, CopyRefused
+from txbroker.door.delivering import DeliveryWriter, PositionScan, claim_record
+from txbroker.door.writing import Copy, Fenced, Refused
 from txbroker.errors import KafkaUnavailable
 from txbroker.testing.memory import MemoryKafka
-from txbroker.testing.topics import KafkaTransaction, LostReply, RecordRefused
+from txbroker.testing.topics import KafkaTransaction, LostReply
 
 T = TypeVar("T")
 
@@ -55,6 +55,8 @@ class MemoryDeliveryWriter(DeliveryWriter):
         """The newest claim follows a position."""
         self._pending: Sequence[Copy] = ()
         """Written with the next call."""
+        self._sent = 0
+        """Records of the transaction before these."""
         self._transaction: KafkaTransaction | None = None
         self._claimed = False
 
@@ -75,7 +77,7 @@ class MemoryDeliveryWriter(DeliveryWriter):
         return scan, scan.position(take=self._take)
 
     async def claim(self) -> bytes | None:
-        self._pending, self._transaction = (), None
+        self._drop()
 
         def fence() -> None:
             self._kafka.require_up()
@@ -113,7 +115,8 @@ class MemoryDeliveryWriter(DeliveryWriter):
         self._pending = copies
 
     async def abort(self) -> None:
-        transaction, self._pending, self._transaction = self._transaction, (), None
+        transaction = self._transaction
+        self._drop()
         if transaction is not None:
             await self._run(lambda: self._kafka.end(transaction, committed=False))
 
@@ -125,26 +128,34 @@ class MemoryDeliveryWriter(DeliveryWriter):
 
         def commit() -> None:
             lost, self.lost = self.lost, None
-            self._kafka.store([*self._pending, *places], self._open(), lost)
+            try:
+                self._kafka.store([*self._pending, *places], self._open(), lost)
+            except Refused as error:
+                mine = [self._sent + n for n in error.indexes if n < len(self._pending)]
+                raise Refused(mine, error.cause) from None
 
         await self._run(commit)
-        self._pending, self._transaction, self._follows_position = (), None, True
+        self._drop()
+        self._follows_position = True
+
+    def _drop(self) -> None:
+        self._pending, self._sent, self._transaction = (), 0, None
 
     def _send(self) -> None:
         transaction = self._open()
-        for copy in self._pending:
+        for index, copy in enumerate(self._pending, self._sent):
             try:
                 self._kafka.write(copy.topic, copy.partition, [copy.record], transaction)
-            except RecordRefused as error:
+            except Refused as error:
                 self._kafka.end(transaction, committed=False)
-                message, passing = error.cause.message, error.of_topic
-                raise CopyRefused(message, [copy], passing=passing) from None
+                raise Refused([index], error.cause) from None
+        self._sent += len(self._pending)
 
     def _open(self) -> KafkaTransaction:
         """Return the open transaction, a new one if there is none."""
         self._kafka.require_up()
         if not self._kafka.holds(self._id, self):
-            raise WriterFenced
+            raise Fenced
         if self._transaction is None:
             self._transaction = self._kafka.begin(self._id)
         return self._transaction
@@ -155,8 +166,9 @@ class MemoryDeliveryWriter(DeliveryWriter):
         self._claimed = False
         try:
             await self._home.run(call)
-        except CopyRefused:
-            self._pending, self._transaction, self._claimed = (), None, True
+        except Refused:
+            self._drop()
+            self._claimed = True
             raise
         self._claimed = True
 

@@ -14,7 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from txbroker.core.consuming.assignment import Subscription, assign
-from txbroker.door.consuming import CommitFenced, GroupDescription, Partition, StoredOffset
+from txbroker.door.consuming import GroupDescription, Partition, StoredOffset
+from txbroker.door.writing import Fenced
 from txbroker.errors import ConfigurationError, InvariantBroken, KafkaUnavailable
 from txbroker.testing.topics import LostReply, MemoryTopics
 
@@ -276,7 +277,7 @@ class MemoryGroup:
     def check_commit(self, seat: Seat, offsets: Mapping[Partition, StoredOffset]) -> None:
         """Raise an error if a member may not store these offsets; see `GroupMember.commit`."""
         if not self.holds(seat):
-            raise CommitFenced(f"{seat.name} is no member of the group any more: nothing is stored")
+            raise Fenced(f"{seat.name} is no member of the group any more: nothing is stored")
         if not self.authorized:
             raise GroupRefused(_UNAUTHORIZED)
         for partition, stored in offsets.items():

@@ -22,17 +22,11 @@ from txbroker.door.protocols import (
     AppendRefused,
     AppendUnknown,
 )
-from txbroker.door.writing import Copy, CopyRefused
+from txbroker.door.writing import Copy, Refused
 from txbroker.errors import KafkaUnavailable
 from txbroker.testing.groups import MemoryGroup
 from txbroker.testing.members import MemoryCoordinator
-from txbroker.testing.topics import (
-    KafkaTransaction,
-    LostReply,
-    MemoryTopic,
-    MemoryTopics,
-    RecordRefused,
-)
+from txbroker.testing.topics import KafkaTransaction, LostReply, MemoryTopic, MemoryTopics
 
 TIMESTAMP_AHEAD_MAX_MS = 3_600_000
 """Kafka's own default: records dated further ahead of its clock are refused."""
@@ -212,13 +206,13 @@ class MemoryKafka(MemoryTopics):
         """Write records, of a transaction or of none, and return the first offset.
 
         Raises:
-            RecordRefused: the topic refuses them.
+            Refused: the topic refuses them.
             KafkaUnavailable: the partition has no leader.
         """
         topic = self.topics.get(name)
         cause = self._refusal(topic, name, number, records)
         if cause is not None:
-            raise RecordRefused(cause)
+            raise Refused(*cause)
         assert topic is not None
         if number in topic.leaderless:
             raise KafkaUnavailable(f"{name}-{number} has no leader")
@@ -228,23 +222,25 @@ class MemoryKafka(MemoryTopics):
 
     def _refusal(
         self, topic: MemoryTopic | None, name: str, number: int, records: Sequence[Record]
-    ) -> Cause | None:
+    ) -> tuple[Sequence[int], Cause] | None:
+        """Return the indexes of refused records, and why they are."""
         if topic is None or number >= len(topic.partitions):
             message = f"{name}-{number} does not exist: create it"
-            return Cause("unknown_topic", message, name, number, passing=True)
+            cause = Cause("unknown_topic", message, name, number, passing=True)
+            return range(len(records)), cause
         if not topic.authorized:
             message = f"{name}-{number} may not be written by this proxy"
-            return Cause("not_authorized", message, name, number)
+            return range(len(records)), Cause("not_authorized", message, name, number)
         latest_ms = self.clock.now_ms() + TIMESTAMP_AHEAD_MAX_MS
         # A producer splits a batch that is too large, so each record is measured alone.
         alone = _record_bytes(records, itertools.repeat(0))
-        for size, record in zip(alone, records, strict=True):
+        for index, (size, record) in enumerate(zip(alone, records, strict=True)):
             if _BATCH_HEADER_BYTES + size > topic.message_bytes_max:
                 message = f"{name}-{number} is larger than max.message.bytes: raise that setting"
-                return Cause("too_large", message, name, number)
+                return [index], Cause("too_large", message, name, number)
             if record.timestamp_ms > latest_ms and not topic.log_append_time:
                 message = f"{name}-{number} refuses the message's timestamp"
-                return Cause("bad_timestamp", message, name, number)
+                return [index], Cause("bad_timestamp", message, name, number)
         return None
 
     def transact(
@@ -304,21 +300,16 @@ class MemoryKafka(MemoryTopics):
             lost: what happens to a commit whose answer is lost.
 
         Raises:
-            CopyRefused
+            Refused
             KafkaUnavailable: the answer is lost.
         """
         written: set[tuple[str, int]] = set()
         try:
-            for copy in copies:
+            for index, copy in enumerate(copies):
                 try:
                     self.write(copy.topic, copy.partition, [copy.record], transaction)
-                except RecordRefused as error:
-                    raise CopyRefused(
-                        error.cause.message,
-                        [copy],
-                        too_large=error.cause.code == "too_large",
-                        passing=error.of_topic,
-                    ) from None
+                except Refused as error:
+                    raise Refused([index], error.cause) from None
                 written.add((copy.topic, copy.partition))
             self.finish(transaction, lost)
         finally:

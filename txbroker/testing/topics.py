@@ -41,19 +41,6 @@ _ENDED = KafkaTransaction()
 _ENDED.open = False
 
 
-class RecordRefused(Exception):
-    """A partition refuses a record."""
-
-    def __init__(self, cause: Cause) -> None:
-        super().__init__(cause.message)
-        self.cause = cause
-
-    @property
-    def of_topic(self) -> bool:
-        """Whether the topic is at fault: it is missing, or may not be written."""
-        return self.cause.code in ("unknown_topic", "not_authorized")
-
-
 class MemoryPartition:
     """The records of one partition."""
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from aiokafka.coordinator.protocol import ConsumerProtocol
 
-from txbroker.door.consuming import GroupDescription, Partition, StoredOffset
+from txbroker.door.consuming import GroupDescription, StoredOffset
+from txbroker.door.writing import Partition
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import (
     GROUP,

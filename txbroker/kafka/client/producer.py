@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from aiokafka.protocol.transaction import AddOffsetsToTxnRequest, AddPartitionsToTxnRequest
 
+from txbroker.door.writing import Partition
 from txbroker.errors import KafkaUnavailable, TxbrokerError
 from txbroker.kafka.client.client import (
     TRANSACTION,
@@ -29,7 +30,6 @@ from txbroker.kafka.protocol.schemas import DescribeTransactionsV0, api_versions
 from txbroker.kafka.protocol.transactions import (
     NO_PRODUCER,
     TXN_V1,
-    Partition,
     PartitionResult,
     ProducerIdentity,
     by_topic,

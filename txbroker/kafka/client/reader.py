@@ -16,6 +16,7 @@ from aiokafka.protocol.fetch import FetchRequest
 
 from txbroker.core.records import Record
 from txbroker.door.protocols import Hanging, LogTruncated
+from txbroker.door.writing import Partition
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Unanswered, is_retriable
 from txbroker.kafka.client.leaders import confirm_leader
@@ -23,7 +24,7 @@ from txbroker.kafka.protocol.batch import Decode, decode_batch
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.protocol.fetched import Fetched
 from txbroker.kafka.protocol.packed import ListOffsetsV3
-from txbroker.kafka.protocol.transactions import Partition, by_topic
+from txbroker.kafka.protocol.transactions import by_topic
 from txbroker.net.timers import Backoff
 
 log = structlog.wrap_logger(logging.getLogger(__name__))

@@ -17,12 +17,11 @@ from txbroker.door.consuming import (
     GroupDescription,
     GroupMember,
     MemberListener,
-    Partition,
     StoredOffset,
     TopicIdentity,
     TopicSpec,
 )
-from txbroker.door.writing import Copy
+from txbroker.door.writing import Copy, Partition
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client, KafkaRefused, LoginRefused, Opener, is_retriable
@@ -148,7 +147,7 @@ class KafkaConsumingDoor(ConsumingDoor):
         """Append records in one Kafka transaction, see `ConsumingDoor.store`.
 
         Raises:
-            CopyRefused: a broker refused one; none is stored.
+            Refused: a broker refused one; none is stored.
             KafkaUnavailable: the result is unknown.
         """
         await store_copies(self._client, group, copies)

@@ -7,9 +7,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from txbroker.core.records import Record
-from txbroker.door.consuming import Partition
-from txbroker.door.delivering import DeliveryWriter, PositionScan, WriterFenced, claim_record
-from txbroker.door.writing import Copy, CopyRefused
+from txbroker.door.delivering import DeliveryWriter, PositionScan, claim_record
+from txbroker.door.writing import Copy, Fenced, Partition, Refused, Unknown
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.kafka.client.client import Client
@@ -17,7 +16,7 @@ from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, Producer,
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.door.group_offsets import write_rounds
 from txbroker.kafka.protocol.batch import batch_body
-from txbroker.kafka.protocol.copies import Batch, Batches, RefusedBatch
+from txbroker.kafka.protocol.copies import Batch, Batches, RefusedBatch, cause_of
 from txbroker.net.timers import Backoff
 
 POSITIONS_PARTITION = 0
@@ -56,8 +55,8 @@ class KafkaDeliveryWriter(DeliveryWriter):
         """Written with the next call: in one request with the position, if that follows."""
         self._claimed_by = -1
         """The producer of the newest claim that follows a position."""
-        self._sent = False
-        """The open transaction holds records that `_pending` does not."""
+        self._sent = 0
+        """Records of the open transaction that `_pending` does not hold."""
         self._begun_s = 0.0
         """When the open transaction began; 0: none is open."""
         self._longest_s = self._settings.transaction_timeout_s
@@ -82,7 +81,7 @@ class KafkaDeliveryWriter(DeliveryWriter):
         has all that is before it. The transaction of the claim is open meanwhile, so that the
         position is stored again together with the claim, or not at all.
         """
-        self._producer, self._pending, self._sent, self._begun_s = None, (), False, 0.0
+        self._producer, self._pending, self._sent, self._begun_s = None, (), 0, 0.0
         self._claimed_by = -1
         producer, backoff = self._new_producer(), self._claim_backoff()
         with self._explained("claim"):
@@ -152,12 +151,12 @@ class KafkaDeliveryWriter(DeliveryWriter):
         """See `DeliveryWriter.write`."""
         if self._pending:
             await self._send(self._pending)
-            self._sent = True
+            self._sent += len(self._pending)
         self._pending = copies
 
     async def abort(self) -> None:
         """See `DeliveryWriter.abort`."""
-        sent, self._pending, self._sent = self._sent, (), False
+        sent, self._pending, self._sent = self._sent, (), 0
         if sent:
             producer, backoff = self._take(), self._backoff()
             with self._explained("abort"):
@@ -175,7 +174,7 @@ class KafkaDeliveryWriter(DeliveryWriter):
         if claiming != self._claimed_by:
             records.insert(0, claim_record(self._key, position=True))
         await self._send([*self._pending, *(Copy(*self._at, record) for record in records)])
-        producer, self._pending, self._sent = self._take(), (), False
+        producer, self._pending, self._sent = self._take(), (), 0
         written_by = producer.id
         failpoint("relay.ending")
         with self._explained("commit"):
@@ -194,10 +193,11 @@ class KafkaDeliveryWriter(DeliveryWriter):
             found = batches.refused(refused, copies)
             # Otherwise with smaller batches, until a batch holds nothing but refused copies.
             if found or self._sent:
-                self._pending, self._sent = (), False
+                mine = [self._sent + index for index in found if index < len(self._pending)]
+                self._pending, self._sent = (), 0
                 if found:
-                    raise CopyRefused(str(refused), found, passing=refused.passing)
-                raise KafkaUnavailable(f"{refused}: the delivery begins again, in smaller batches")
+                    raise Refused(mine, cause_of(refused.why))
+                raise Unknown(f"{refused.why}: the delivery begins again, in smaller batches")
 
     async def _try(self, rounds: Sequence[Mapping[Partition, Batch]]) -> RefusedBatch | None:
         """Write, or abort the transaction and return a refused batch."""
@@ -217,7 +217,7 @@ class KafkaDeliveryWriter(DeliveryWriter):
         transaction may be open."""
         producer, self._producer = self._producer, None
         if producer is None:
-            raise KafkaUnavailable(f"{self._transactional_id} is not claimed")
+            raise Unknown(f"{self._transactional_id} is not claimed")
         return producer
 
     @contextlib.contextmanager
@@ -227,16 +227,16 @@ class KafkaDeliveryWriter(DeliveryWriter):
         except ProducerFenced:
             longest_s = self._longest_s
             if self._begun_s and time.monotonic() - self._begun_s > longest_s:
-                raise KafkaUnavailable(
+                raise Unknown(
                     f"{self._transactional_id}: Kafka has aborted the transaction after "
                     f"{longest_s:g} s: the relay was paused, or a transaction of the database has "
                     "too many rows: divide it"
                 ) from None
-            raise WriterFenced(
+            raise Fenced(
                 f"another process has claimed {self._transactional_id}: this one stops"
             ) from None
         except BatchUnknown as error:
-            raise KafkaUnavailable(f"{self._transactional_id}: {what} unknown: {error}") from None
+            raise Unknown(f"{self._transactional_id}: {what} unknown: {error}") from None
         except BatchRefused as error:
             raise ConfigurationError(
                 f"{error}: a relay keeps its position there: create the topic, or grant this login "

@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from txbroker.core.consuming.assignment import Subscription, assign
-from txbroker.door.consuming import CommitFenced, MemberListener, Partition, StoredOffset
+from txbroker.door.consuming import MemberListener, StoredOffset
 from txbroker.door.protocols import TAKEN
-from txbroker.door.writing import Copy
+from txbroker.door.writing import Copy, Fenced, Partition
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused
 from txbroker.kafka.client.member import Holder, Identity, Member
@@ -254,11 +254,11 @@ class KafkaGroupMember:
     ) -> None:
         while True:
             if self._loop.joined is None:
-                raise CommitFenced(f"{_OUT}: nothing is stored")
+                raise Fenced(f"{_OUT}: nothing is stored")
             generation = self._member.identity.generation
             try:
                 return await self._offsets.commit(offsets, copies)
-            except CommitFenced:
+            except Fenced:
                 if not await self._joins_after(generation):
                     raise
 
@@ -297,7 +297,7 @@ async def store_copies(client: Client, group: str, copies: Sequence[Copy]) -> No
     """Write copies of a group's messages in one Kafka transaction, without a member.
 
     Raises:
-        CopyRefused
+        Refused
         KafkaUnavailable: the result is unknown.
     """
     await GroupOffsets(client, group, Identity()).commit({}, copies)

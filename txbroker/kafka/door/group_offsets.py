@@ -12,8 +12,8 @@ import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from txbroker.door.consuming import CommitFenced, Partition, StoredOffset
-from txbroker.door.writing import Copy, CopyRefused
+from txbroker.door.consuming import StoredOffset
+from txbroker.door.writing import Copy, Fenced, Partition, Refused, Unknown
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.kafka.client.acls import consumers_transactional_id
@@ -29,7 +29,7 @@ from txbroker.kafka.protocol.codes import (
     Code,
     describe,
 )
-from txbroker.kafka.protocol.copies import Batch, Batches, RefusedBatch
+from txbroker.kafka.protocol.copies import Batch, Batches, RefusedBatch, cause_of
 from txbroker.kafka.protocol.packed import PackedRequest
 from txbroker.kafka.protocol.schemas import OffsetCommitV7, OffsetFetchV7
 from txbroker.kafka.protocol.transactions import by_topic
@@ -113,7 +113,7 @@ class GroupOffsets:
         """Store offsets, and copies with them or not at all; see `GroupMember.commit`.
 
         Raises:
-            CommitFenced, CopyRefused
+            Fenced, Refused
             KafkaUnavailable: the result is unknown. It is known before the next `load` returns.
         """
         if copies:
@@ -137,9 +137,7 @@ class GroupOffsets:
                 return
             # Otherwise with smaller batches, until a batch holds nothing but refused copies.
             if found := batches.refused(refused, copies):
-                raise CopyRefused(
-                    f"a copy was refused: {refused}", found, too_large=refused.too_large
-                )
+                raise Refused(found, cause_of(refused.why))
 
     async def _try_commit(
         self, offsets: Mapping[Partition, StoredOffset], rounds: Sequence[Mapping[Partition, Batch]]
@@ -154,7 +152,7 @@ class GroupOffsets:
             producer = producer or await self._start_producer(backoff)
             try:
                 refused = await self._write(producer, offsets, rounds, backoff)
-            except CommitFenced:
+            except Fenced:
                 await self._abort(producer)
                 raise
             if refused is not None:
@@ -163,7 +161,7 @@ class GroupOffsets:
             failpoint("consumer.ending")
             await producer.end(commit=True, backoff=backoff)
         except (BatchUnknown, ProducerFenced) as error:
-            raise KafkaUnavailable(
+            raise Unknown(
                 f"the commit of group {self._group} with copies is unknown: {error}"
             ) from None
         self._keep(producer)
@@ -186,7 +184,7 @@ class GroupOffsets:
 
         Raises:
             KafkaRefused: not because of the copies.
-            BatchUnknown, ProducerFenced, CommitFenced
+            BatchUnknown, ProducerFenced, Fenced
         """
         refused = await write_rounds(producer, rounds, backoff, f"group {self._group}")
         if refused is not None:
@@ -250,7 +248,7 @@ class GroupOffsets:
             code = min(codes)
             fenced = codes & MEMBER_FENCED
             if fenced:
-                raise CommitFenced(
+                raise Fenced(
                     f"group {self._group} refused the commit of member {member_id!r}, generation "
                     f"{generation}: {describe(min(fenced))}"
                 )
@@ -300,7 +298,7 @@ async def write_rounds(
             await producer.produce({at: one.body for at, one in batches.items()}, backoff)
         except BatchRefused as error:
             if error.code in TRANSACTION_BROKEN:
-                raise KafkaUnavailable(f"the transaction of {writer} ended: {error}") from None
+                raise Unknown(f"the transaction of {writer} ended: {error}") from None
             if error.code not in TOPIC_REFUSED | RECORDS_REFUSED:
                 raise KafkaRefused(error.code, f"{writer} cannot write: {error}") from None
             return RefusedBatch(batches[error.partition], error)

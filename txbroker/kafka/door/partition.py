@@ -14,15 +14,13 @@ from txbroker.door.own_topics import CheckpointScan
 from txbroker.door.protocols import (
     AppendUnknown,
     Claimed,
-    Fenced,
     Hanging,
     Log,
     LogTruncated,
     PartitionDoor,
     PromotionTxn,
-    PromotionTxnLost,
-    PromotionTxnRefused,
 )
+from txbroker.door.writing import Fenced, Partition, Refused, Unknown
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.kafka.client.client import Client
@@ -40,7 +38,6 @@ from txbroker.kafka.door.open_transactions import HANGING, OpenTransactionGuard
 from txbroker.kafka.door.pipelined_writer import KafkaPromotionTxn, PipelinedTxnWriter
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import batch_body
-from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.timers import Backoff
 
 _PAUSE_S = 0.002
@@ -261,10 +258,10 @@ class KafkaPartitionDoor(PartitionDoor):
     async def write(self, txn: PromotionTxn) -> KafkaPromotionTxn:
         """Write a promotion transaction; see `PipelinedTxnWriter.write`."""
         if self._writer is None:
-            raise PromotionTxnLost(f"partition {self.partition} is not claimed")
+            raise Unknown(f"partition {self.partition} is not claimed")
         try:
             return await self._writer.write(txn)
-        except PromotionTxnRefused as error:
+        except Refused as error:
             self._refused(error.cause)
             raise
 

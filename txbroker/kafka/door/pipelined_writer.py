@@ -19,15 +19,13 @@ from typing import TypeAlias
 from txbroker.core.encoding import encode_progress
 from txbroker.core.records import Cause, Record
 from txbroker.door.protocols import (
-    Fenced,
     PromotionTxn,
     PromotionTxnHandle,
-    PromotionTxnLost,
-    PromotionTxnRefused,
     begin_commit,
     commit_outcome,
     raised_again,
 )
+from txbroker.door.writing import Fenced, Partition, Refused, Unknown
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.kafka.client.client import Client
@@ -41,8 +39,8 @@ from txbroker.kafka.client.producer import (
 from txbroker.kafka.door.open_transactions import OpenTransactionGuard, UnconfirmedWrites
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import Body, batch_bodies
-from txbroker.kafka.protocol.codes import RETRIABLE, Code, describe
-from txbroker.kafka.protocol.transactions import Partition
+from txbroker.kafka.protocol.codes import Code
+from txbroker.kafka.protocol.copies import cause_of
 from txbroker.net.timers import Backoff
 
 # The previous transaction's markers on the same transactional id take milliseconds.
@@ -79,15 +77,15 @@ class PipelinedTxnWriter:
         self._parked = (settings.parked_topic, partition)
         self._written = 0
         self._commits: list[asyncio.Task[None] | None] = [None, None]
-        self._broken: Fenced | PromotionTxnLost | PromotionTxnRefused | None = None
+        self._broken: Fenced | Unknown | Refused | None = None
         self._writing = False
 
     async def write(self, txn: PromotionTxn) -> KafkaPromotionTxn:
         """Write a transaction; return once its records are acknowledged and the next may follow.
 
         Raises:
-            PromotionTxnRefused: a record was refused; the transaction is aborted.
-            Fenced, PromotionTxnLost: claim again.
+            Refused: a record was refused; the transaction is aborted.
+            Fenced, Unknown: claim again.
         """
         if self._writing:
             raise AssertionError("promotion transactions are written one at a time")
@@ -103,6 +101,10 @@ class PipelinedTxnWriter:
             # The previous commit may have failed meanwhile.
             self._check()
             offsets = await self._write_or_break(producer, batches)
+        except Refused as error:
+            at = (error.cause.topic, error.cause.partition)
+            mine = [index for index, (one, _number) in enumerate(places) if one == at]
+            raise Refused(mine, error.cause) from None
         finally:
             self._writing = False
         last = {partition: numbers[-1] for partition, numbers in offsets.items()}
@@ -122,7 +124,7 @@ class PipelinedTxnWriter:
 
     async def close(self) -> None:
         """Stop. The next claim, or Kafka's timeout, aborts an open transaction."""
-        self._break(PromotionTxnLost("the partition was closed"))
+        self._break(Unknown("the partition was closed"))
         commits = [commit for commit in self._commits if commit is not None]
         for commit in commits:
             commit.cancel()
@@ -142,8 +144,8 @@ class PipelinedTxnWriter:
             if self._parked in partitions:
                 # The claim verified it, but its leader may have changed since.
                 for cause in await self._guard.verify_no_open_txn([self._parked]):
-                    raise PromotionTxnLost(cause.message)
-        except PromotionTxnLost as error:
+                    raise Unknown(cause.message)
+        except Unknown as error:
             self._break(error)
             raise
 
@@ -154,13 +156,13 @@ class PipelinedTxnWriter:
             offsets = await self._write(producer, batches)
             # The previous commit may have failed meanwhile.
             self._check()
-        except (Fenced, PromotionTxnLost, PromotionTxnRefused) as error:
+        except (Fenced, Unknown, Refused) as error:
             self._break(error)
             await self._abort(producer, error)
             raise
         except BaseException:
             # Cancelled: it is unknown what was sent, and the next claim aborts it.
-            self._break(PromotionTxnLost("the write of a promotion transaction was cancelled"))
+            self._break(Unknown("the write of a promotion transaction was cancelled"))
             raise
         return offsets
 
@@ -186,10 +188,11 @@ class PipelinedTxnWriter:
         partition and its number among the records for it."""
         by_partition: dict[Partition, list[Record]] = {}
         places = []
-        for topic, number, record in txn.promoted:
-            records = by_partition.setdefault((topic, number), [])
-            places.append(((topic, number), len(records)))
-            records.append(record)
+        for copy in txn.promoted:
+            at = (copy.topic, copy.partition)
+            records = by_partition.setdefault(at, [])
+            places.append((at, len(records)))
+            records.append(copy.record)
         if txn.parked:
             by_partition[self._parked] = list(txn.parked)
         by_partition[self._checkpoint] = [encode_progress(txn.progress)]
@@ -213,7 +216,7 @@ class PipelinedTxnWriter:
                 failpoint("turn.ending")
                 await producer.end(commit=True, backoff=backoff)
                 failpoint("turn.ended")
-        except (Fenced, PromotionTxnLost, PromotionTxnRefused) as error:
+        except (Fenced, Unknown, Refused) as error:
             self._break(error)
             if before is not None and before.done() and _failed(before):
                 # The previous one may not be committed, so this one must not be either.
@@ -232,7 +235,7 @@ class PipelinedTxnWriter:
         if self._broken is not None:
             raise raised_again(self._broken)
 
-    def _break(self, error: Fenced | PromotionTxnLost | PromotionTxnRefused) -> None:
+    def _break(self, error: Fenced | Unknown | Refused) -> None:
         if self._broken is None:
             self._broken = error
 
@@ -298,36 +301,6 @@ _PRODUCER_LOST = frozenset(
         Code.UNSUPPORTED_VERSION,
     }
 )
-_CAUSES = {
-    Code.MESSAGE_TOO_LARGE: ("too_large", "is larger than max.message.bytes: raise that setting"),
-    Code.RECORD_LIST_TOO_LARGE: ("too_large", "is larger than a segment: raise segment.bytes"),
-    Code.TOPIC_AUTHORIZATION_FAILED: (
-        "not_authorized",
-        "may not be written by this proxy: grant it Write on the topic, then revive",
-    ),
-    Code.UNKNOWN_TOPIC_OR_PARTITION: ("unknown_topic", "does not exist: create it"),
-    Code.INVALID_TIMESTAMP: (
-        "bad_timestamp",
-        "rejects the message's timestamp: see message.timestamp.before.max.ms and "
-        "message.timestamp.after.max.ms",
-    ),
-    Code.INVALID_RECORD: (
-        "bad_record",
-        "rejects the message: a compacted topic takes none without a key",
-    ),
-}
-
-
-def cause_of(error: BatchRefused) -> Cause:
-    """Return why a target refused a batch."""
-    topic, number = error.partition
-    name = f"{topic}-{number}"
-    passing = error.code in RETRIABLE
-    try:
-        code, sentence = _CAUSES[Code(error.code)]
-    except (ValueError, KeyError):
-        return Cause("refused", f"{name} refused: {describe(error.code)}", topic, number, passing)
-    return Cause(code, f"{name} {sentence}", topic, number, passing)
 
 
 @contextmanager
@@ -339,13 +312,13 @@ def translated() -> Iterator[None]:
         raise Fenced from None
     except BatchRefused as error:
         if error.code in _PRODUCER_LOST:
-            raise PromotionTxnLost(str(error)) from None
-        raise PromotionTxnRefused(cause_of(error)) from None
+            raise Unknown(str(error)) from None
+        raise Refused((), cause_of(error)) from None
     except BatchUnknown as error:
         topic, number = error.partition
         cause = Cause(
             "no_answer", f"its leader does not answer: {error}", topic, number, passing=True
         )
-        raise PromotionTxnLost(str(error), cause) from None
+        raise Unknown(str(error), cause) from None
     except KafkaUnavailable as error:
-        raise PromotionTxnLost(str(error)) from None
+        raise Unknown(str(error)) from None

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from txbroker.core.records import Record
 from txbroker.door.protocols import LogTruncated
+from txbroker.door.writing import Partition
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import (
@@ -34,7 +35,6 @@ from txbroker.kafka.protocol.batch import decode_batch
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.protocol.packed import ListOffsetsV3
 from txbroker.kafka.protocol.schemas import RIGHTS_NOT_REQUESTED, metadata
-from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.timers import Backoff
 
 _CHANNEL = "audit"

@@ -15,6 +15,7 @@ from txbroker.contract.audit import BATCH_KEY, STREAM_KEY
 from txbroker.core.records import Record
 from txbroker.door.consuming import TopicSpec
 from txbroker.door.own_topics import Layout, find_layout
+from txbroker.door.writing import Partition
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import (
@@ -38,7 +39,6 @@ from txbroker.kafka.protocol.schemas import (
     metadata,
     newest_timestamps,
 )
-from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.timers import Backoff
 
 _CHANNEL = "examine"

@@ -12,7 +12,7 @@ import structlog
 
 from txbroker.core.records import Cause
 from txbroker.door.consuming import ConsumingDoor
-from txbroker.door.delivering import WriterFenced
+from txbroker.door.writing import Fenced
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, TxbrokerError
 from txbroker.metrics import Collector, Samples
@@ -144,7 +144,7 @@ class RunningCapture:
             return
         try:
             self._task.result()
-        except WriterFenced:
+        except Fenced:
             raise ConfigurationError(
                 f"another process has taken over capture {self._capture.mapping.name}: if it "
                 "should not, two captures have this name; stop one, or give it another name"
