@@ -12,8 +12,7 @@ from tests.kafka.relay import END_TXN, INIT_PRODUCER_ID, Fate, Relay, fates
 from tests.kit.kafka import KafkaHarness
 from txbroker.core.records import Record
 from txbroker.door.consuming import ConsumingDoor, TopicSpec
-from txbroker.door.delivering import DeliveryWriter
-from txbroker.door.writing import Copy, Fenced
+from txbroker.door.writing import Copy, Fenced, PositionRecord, Writer
 from txbroker.errors import KafkaUnavailable
 
 
@@ -24,12 +23,12 @@ class Late:
         self.world = world
         self.target = target
 
-    async def writer(self, relay: Relay | None = None) -> DeliveryWriter:
+    async def writer(self, relay: Relay | None = None) -> Writer:
         opener = {} if relay is None else {"opener": relay.open}
         door: ConsumingDoor = await self.world.consuming_door(**opener)
         topic = self.world.name("relay")
         await door.create([TopicSpec(topic, 1, -1, {"cleanup.policy": "compact"})])
-        return door.delivery_writer(self.world.name("outbox"), topic, "outbox/0")
+        return door.writer(self.world.name("outbox"), PositionRecord(topic, "outbox/0"))
 
     def copy(self, value: bytes) -> list[Copy]:
         return [Copy(self.target, 0, Record(None, value))]

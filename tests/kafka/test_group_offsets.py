@@ -21,7 +21,7 @@ from txbroker.kafka.client.client import GROUP, Client
 from txbroker.kafka.client.producer import Producer
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
-from txbroker.kafka.door.group_offsets import GroupOffsets
+from txbroker.kafka.door.group_offsets import CommittedOffsets
 from txbroker.kafka.protocol.schemas import LeaveGroupV3
 from txbroker.net.timers import Backoff
 
@@ -110,10 +110,10 @@ class World:
         self.at: Partition = (harness.name("orders"), 0)
         self.dead = harness.name("dead")
 
-    def offsets(self, member: Any = None) -> GroupOffsets:
-        return GroupOffsets(self.client, self.group, member or Member(self.client, self.group))
+    def offsets(self, member: Any = None) -> CommittedOffsets:
+        return CommittedOffsets(self.client, self.group, member or Member(self.client, self.group))
 
-    async def member(self) -> tuple[Member, GroupOffsets]:
+    async def member(self) -> tuple[Member, CommittedOffsets]:
         member = Member(self.client, self.group)
         await member.join()
         return member, self.offsets(member)
@@ -204,7 +204,7 @@ async def test_commit_waits_for_its_assignment(plain: World, copies: bool) -> No
 # --- members that were replaced ------------------------------------------------------------------
 
 
-async def _replaced(world: World) -> tuple[Member, GroupOffsets]:
+async def _replaced(world: World) -> tuple[Member, CommittedOffsets]:
     """Return a member that was replaced by another one, which has committed 20."""
     zombie, offsets = await world.member()
     await offsets.commit({world.at: StoredOffset(10, "old")}, [world.copy(b"before")])
@@ -300,7 +300,7 @@ async def test_refused_copy_is_found_in_its_batch(world: KafkaHarness, plain: Wo
 
 
 async def test_rights_can_be_granted_by_prefix(plain: World) -> None:
-    names = {plain.offsets()._transactional_id for _ in range(2)}
+    names = {plain.offsets()._writer._transactional_id for _ in range(2)}
     assert len(names) == 2
     assert all(name.startswith(f"txbroker.{plain.group}.") for name in names)
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from msgspec import Struct
 
 from txbroker.core.records import Cause, Record
-from txbroker.door.delivering import DeliveryWriter
-from txbroker.door.writing import Copy
+from txbroker.door.writing import Copy, PositionRecord, Writer
 from txbroker.errors import KafkaUnavailable
 
 Partition: TypeAlias = tuple[str, int]
@@ -259,14 +258,12 @@ class ConsumingDoor(Protocol):
             KafkaUnavailable: the result is unknown. An open transaction ends by its timeout.
         """
 
-    def delivery_writer(
-        self, transactional_id: str, topic: str, key: str, *, take: bool = False
-    ) -> DeliveryWriter:
-        """Return the writer of a relay, which has to be claimed.
+    def writer(
+        self, transactional_id: str, position: PositionRecord, *, take: bool = False
+    ) -> Writer:
+        """Return a writer, which has to be claimed.
 
         Args:
-            topic: the compacted topic of positions, of one partition.
-            key: of this writer's positions.
             take: where no position is proved, take the newest record of any client.
         """
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from txbroker.databases.outbox.leases import Leases, Named, rows_of_shard
 from txbroker.databases.outbox.waiting import WaitingRows
 from txbroker.door.consuming import ConsumingDoor
+from txbroker.door.writing import PositionRecord
 from txbroker.relay.outbox_source import OutboxSource, Retries, decode_position, name_taken
 from txbroker.relay.pump import Pump, PumpEvents
 from txbroker.relay.sessions import DatabaseThread
@@ -61,10 +62,9 @@ class ShardPumps:
     async def _parts(self, shard: int) -> tuple[RelaySink, OutboxSource]:
         named, settings, database = self._named, self._settings, self._outbox.database
         topic = settings.positions
-        writer = self._door.delivery_writer(
+        writer = self._door.writer(
             f"{topic}.{named.relay}.{shard}",
-            topic,
-            self._key(shard),
+            PositionRecord(topic, self._key(shard)),
             take=settings.take_position,
         )
         stored = await writer.look()

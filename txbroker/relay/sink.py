@@ -7,9 +7,8 @@ from itertools import count as counting
 
 from txbroker.core.records import Message
 from txbroker.door.consuming import ConsumingDoor
-from txbroker.door.delivering import DeliveryWriter
 from txbroker.door.placing import MessagesRefused, Placing, Refusal, Remedy
-from txbroker.door.writing import Refused
+from txbroker.door.writing import Refused, Writer
 from txbroker.errors import TxbrokerError
 
 _KAFKAS_TIME = -1
@@ -23,7 +22,7 @@ class RelaySink:
         prefix: of txbroker's own topics, to which no message may go.
     """
 
-    def __init__(self, door: ConsumingDoor, writer: DeliveryWriter, prefix: str) -> None:
+    def __init__(self, door: ConsumingDoor, writer: Writer, prefix: str) -> None:
         self._writer = writer
         self._placing = Placing(door.target, prefix)
         self._turns = counting()
@@ -33,7 +32,7 @@ class RelaySink:
         """The last messages by their index: the writer may still refuse them."""
 
     async def claim(self) -> bytes | None:
-        """Fence earlier writers and return the stored position; see `DeliveryWriter.claim`."""
+        """Fence earlier writers and return the stored position; see `Writer.claim`."""
         self._begin()
         return await self._writer.claim()
 
@@ -45,7 +44,7 @@ class RelaySink:
 
         Raises:
             MessagesRefused: abort the transaction.
-            KafkaUnavailable: see `DeliveryWriter.write`.
+            KafkaUnavailable: see `Writer.write`.
         """
         first = self._count
         try:
@@ -63,12 +62,12 @@ class RelaySink:
         self._written = written
 
     async def abort(self) -> None:
-        """Drop the written messages of a delivery; see `DeliveryWriter.abort`."""
+        """Drop the written messages of a delivery; see `Writer.abort`."""
         self._begin()
         await self._writer.abort()
 
     async def commit(self, position: bytes) -> None:
-        """Commit the messages with a position; see `DeliveryWriter.commit`.
+        """Commit the messages with a position; see `Writer.commit`.
 
         Raises:
             MessagesRefused: the transaction is aborted.

@@ -10,12 +10,12 @@ All of it runs in the event loop of the `MemoryKafka`; members live in their use
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from txbroker.core.consuming.assignment import Subscription, assign
 from txbroker.door.consuming import GroupDescription, Partition, StoredOffset
-from txbroker.door.writing import Fenced
+from txbroker.door.writing import Fenced, GroupOffsets
 from txbroker.errors import ConfigurationError, InvariantBroken, KafkaUnavailable
 from txbroker.testing.topics import LostReply, MemoryTopics
 
@@ -84,6 +84,7 @@ class MemoryGroup:
 
     Attributes:
         offsets: the committed ones.
+        lost_commit: what happens to the next commit, whose answer is lost.
         authorized: False refuses the group: members cannot start, nor store offsets.
         seats: the members by name.
     """
@@ -97,7 +98,7 @@ class MemoryGroup:
         self._preparing = False
         self._replaced: dict[str, list[Seat]] = {}
         self._silenced: dict[str, Seat] = {}
-        self._lost_commit: LostReply | None = None
+        self.lost_commit: LostReply | None = None
         kafka.watch(self._proceed)
 
     # --- faults ------------------------------------------------------------------------------
@@ -129,11 +130,11 @@ class MemoryGroup:
 
     def lose_answer_of_next_commit(self, outcome: LostReply) -> None:
         """Do not answer the next commit of a member."""
-        self._lost_commit = outcome
+        self.lost_commit = outcome
 
     # --- members -----------------------------------------------------------------------------
 
-    def check(self) -> None:
+    def check_usable(self) -> None:
         """Check that the group can be used.
 
         Raises:
@@ -274,24 +275,24 @@ class MemoryGroup:
         self._kafka.require_up()
         return {at: self.offsets[at] for at in partitions if at in self.offsets}
 
-    def check_commit(self, seat: Seat, offsets: Mapping[Partition, StoredOffset]) -> None:
-        """Raise an error if a member may not store these offsets; see `GroupMember.commit`."""
-        if not self.holds(seat):
+    def check(self, stored: GroupOffsets) -> None:
+        """Raise an error if offsets may not be stored; see `Writer.commit`."""
+        seat: object = stored.member
+        if isinstance(seat, Seat) and not self.holds(seat):
             raise Fenced(f"{seat.name} is no member of the group any more: nothing is stored")
         if not self.authorized:
             raise GroupRefused(_UNAUTHORIZED)
-        for partition, stored in offsets.items():
+        for partition, (_offset, metadata) in stored.offsets.items():
             self._kafka.partition(*partition)
-            if len(stored.metadata) > METADATA_CHARACTERS_MAX:
+            if len(metadata) > METADATA_CHARACTERS_MAX:
                 raise InvariantBroken(
-                    f"the metadata of {partition[0]}-{partition[1]} has {len(stored.metadata)} "
+                    f"the metadata of {partition[0]}-{partition[1]} has {len(metadata)} "
                     f"characters, Kafka takes {METADATA_CHARACTERS_MAX}"
                 )
 
-    def take_lost_commit(self) -> LostReply | None:
-        """Return what happens to this commit, whose answer is lost; None: it is answered."""
-        lost, self._lost_commit = self._lost_commit, None
-        return lost
+    def store(self, stored: GroupOffsets) -> None:
+        """Store offsets that were checked."""
+        self.offsets.update({at: StoredOffset(*each) for at, each in stored.offsets.items()})
 
     @property
     def exists(self) -> bool:

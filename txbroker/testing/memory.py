@@ -22,7 +22,7 @@ from txbroker.door.protocols import (
     AppendRefused,
     AppendUnknown,
 )
-from txbroker.door.writing import Copy, Refused
+from txbroker.door.writing import Refused
 from txbroker.errors import KafkaUnavailable
 from txbroker.testing.groups import MemoryGroup
 from txbroker.testing.members import MemoryCoordinator
@@ -287,35 +287,6 @@ class MemoryKafka(MemoryTopics):
                 if not future.done():
                     future.set_result(None)
             self._changed()
-
-    def store(
-        self,
-        copies: Sequence[Copy],
-        transaction: KafkaTransaction,
-        lost: LostReply | None = None,
-    ) -> None:
-        """Write copies in a Kafka transaction, and end it.
-
-        Args:
-            lost: what happens to a commit whose answer is lost.
-
-        Raises:
-            Refused
-            KafkaUnavailable: the answer is lost.
-        """
-        written: set[tuple[str, int]] = set()
-        try:
-            for index, copy in enumerate(copies):
-                try:
-                    self.write(copy.topic, copy.partition, [copy.record], transaction)
-                except Refused as error:
-                    raise Refused([index], error.cause) from None
-                written.add((copy.topic, copy.partition))
-            self.finish(transaction, lost)
-        finally:
-            self.end(transaction, committed=False)
-            for partition in written:
-                self.partition(*partition).mark(self.clock.now_ms())
 
     async def ended(self) -> None:
         """Wait until any transaction ends."""

@@ -21,7 +21,7 @@ from txbroker.door.consuming import (
     TopicIdentity,
     TopicSpec,
 )
-from txbroker.door.writing import Copy, Partition
+from txbroker.door.writing import Copy, Partition, PositionRecord
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client, KafkaRefused, LoginRefused, Opener, is_retriable
@@ -29,8 +29,8 @@ from txbroker.kafka.client.fetcher import KafkaFetcher
 from txbroker.kafka.client.groups import committed_offsets, describe_group, list_groups
 from txbroker.kafka.client.reader import READ_UNCOMMITTED, Reader, offsets_at
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.door.delivering import KafkaDeliveryWriter
-from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming, store_copies
+from txbroker.kafka.client.transaction import TransactionalWriter, group_writer
+from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming
 from txbroker.kafka.door.log import append_records
 from txbroker.kafka.door.targets import Owners
 
@@ -150,13 +150,17 @@ class KafkaConsumingDoor(ConsumingDoor):
             Refused: a broker refused one; none is stored.
             KafkaUnavailable: the result is unknown.
         """
-        await store_copies(self._client, group, copies)
+        writer = group_writer(self._client, group)
+        await writer.claim()
+        await writer.write(copies)
+        await writer.commit()
 
-    def delivery_writer(
-        self, transactional_id: str, topic: str, key: str, *, take: bool = False
-    ) -> KafkaDeliveryWriter:
-        """Return the writer of a relay, see `ConsumingDoor.delivery_writer`."""
-        return KafkaDeliveryWriter(self._client, transactional_id, topic, key, take=take)
+    def writer(
+        self, transactional_id: str, position: PositionRecord, *, take: bool = False
+    ) -> TransactionalWriter:
+        """Return a writer, see `ConsumingDoor.writer`."""
+        channel = f"relay/{transactional_id}"
+        return TransactionalWriter(self._client, transactional_id, channel, position, take=take)
 
     # --- groups ------------------------------------------------------------------------------
 
