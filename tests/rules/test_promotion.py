@@ -37,10 +37,14 @@ from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.producer import Producer, ProducerFenced, Stored
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.open_transactions import OpenTransactionGuard
-from txbroker.kafka.door.partition import producers_of
-from txbroker.kafka.door.pipelined_writer import KafkaPromotionTxn, PipelinedTxnWriter
+from txbroker.kafka.door.pipelined_writer import (
+    KafkaPromotionTxn,
+    PipelinedTxnWriter,
+    promotion_writers,
+)
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import Body
+from txbroker.kafka.protocol.copies import default_bytes
 from txbroker.net.timers import Backoff
 from txbroker.proxy.partition.targets import TIMESTAMP_AHEAD_MAX_MS, check_timestamps
 from txbroker.testing.door import MemoryPartitionDoor
@@ -53,8 +57,9 @@ def test_transactional_ids_name_installation_and_time_out() -> None:
     settings = KafkaSettings(
         bootstrap_servers=("127.0.0.1:1",), instance_id="one", half_topic="shop.half"
     )
-    producers = producers_of(Client(settings), 7, "p7/")
-    assert [one._transactional_id for one in producers] == ["shop.half-7-a", "shop.half-7-b"]
+    writers = promotion_writers(Client(settings), 7, "p7/", default_bytes)
+    ids = [one.producer._transactional_id for one in writers]
+    assert ids == ["shop.half-7-a", "shop.half-7-b"]
     assert settings.transaction_timeout_s == 15.0
     assert settings.request_timeout_s <= 5.0
 
@@ -560,6 +565,7 @@ class FakeProducer:
     """A producer whose answers a test releases."""
 
     id, epoch = 7, 0
+    transaction_timeout_s = 15.0
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name = name
@@ -614,11 +620,13 @@ class WriterHarness:
             settings=settings, leader=self._leader, known_leader=lambda *_: 1, ask=self._ask
         )
         ended = SimpleNamespace(left_open=self._left_open)
+        writers = promotion_writers(cast(Client, client), 0, "p0/", lambda _: 1000)
+        for each, producer in zip(writers, (self.a, self.b), strict=True):
+            each.producer, each.claimed = cast(Producer, producer), True
         self.writer = PipelinedTxnWriter(
-            cast(Client, client),
+            settings,
             0,
-            (cast(Producer, self.a), cast(Producer, self.b)),
-            lambda _: 1000,
+            writers,
             cast(OpenTransactionGuard, ended),
             StableEnds(cast(Client, client)),
         )

@@ -65,9 +65,12 @@ class Unknown(KafkaUnavailable):
         cause: names the partition that did not answer, where it was one.
     """
 
-    def __init__(self, message: str | None = None, cause: Cause | None = None) -> None:
+    def __init__(
+        self, message: str | None = None, cause: Cause | None = None, *, lasting: bool = False
+    ) -> None:
         super().__init__(message)
         self.cause = cause
+        self.lasting = lasting
 
 
 class PositionRecord(NamedTuple):

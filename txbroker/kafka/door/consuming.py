@@ -29,7 +29,7 @@ from txbroker.kafka.client.fetcher import KafkaFetcher
 from txbroker.kafka.client.groups import committed_offsets, describe_group, list_groups
 from txbroker.kafka.client.reader import READ_UNCOMMITTED, Reader, offsets_at
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.client.transaction import TransactionalWriter, group_writer
+from txbroker.kafka.client.transaction import TransactionalWriter, WriterTraits, group_writer
 from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming
 from txbroker.kafka.door.log import append_records
 from txbroker.kafka.door.targets import Owners
@@ -159,8 +159,8 @@ class KafkaConsumingDoor(ConsumingDoor):
         self, transactional_id: str, position: PositionRecord, *, take: bool = False
     ) -> TransactionalWriter:
         """Return a writer, see `ConsumingDoor.writer`."""
-        channel = f"relay/{transactional_id}"
-        return TransactionalWriter(self._client, transactional_id, channel, position, take=take)
+        channel, traits = f"relay/{transactional_id}", WriterTraits("relay", take=take)
+        return TransactionalWriter(self._client, transactional_id, channel, traits, position)
 
     # --- groups ------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import NamedTuple, Protocol
 
 from txbroker.core.records import Cause
@@ -13,6 +13,11 @@ from txbroker.kafka.protocol.codes import RETRIABLE, TOPIC_REFUSED, Code, descri
 _BATCH_BYTES = 1_000_000
 """A bit less than the default of `max.message.bytes`."""
 _TOO_LARGE = (Code.MESSAGE_TOO_LARGE, Code.RECORD_LIST_TOO_LARGE)
+
+
+def default_bytes(topic: str) -> int:
+    """Return the size of batches for a topic of unknown settings."""
+    return _BATCH_BYTES
 
 
 class Batch(NamedTuple):
@@ -83,10 +88,12 @@ class Batches:
     Args:
         limits: sizes of batches by topic, bytes, kept for later commits. They shrink if a topic
             takes smaller batches than others do.
+        bytes_max: returns the size for a topic without a limit.
     """
 
-    def __init__(self, limits: MutableMapping[str, int]) -> None:
+    def __init__(self, limits: MutableMapping[str, int], bytes_max: Callable[[str], int]) -> None:
         self._limits = limits
+        self._bytes_max = bytes_max
         self._cuts: set[int] = set()
         """Indexes of copies that begin a batch."""
 
@@ -104,7 +111,7 @@ class Batches:
         return rounds
 
     def _batches(self, topic: str, copies: Sequence[Copy], indexes: Sequence[int]) -> list[Batch]:
-        limit, found, begin = self._limits.get(topic, _BATCH_BYTES), [], 0
+        limit, found, begin = self._limits.get(topic) or self._bytes_max(topic), [], 0
         cuts = [n for n, index in enumerate(indexes) if index in self._cuts] if self._cuts else []
         for end in (*cuts, len(indexes)):
             while begin < end:
