@@ -18,7 +18,8 @@ from typing import Any
 
 from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
 from txbroker.door.consuming import TopicSpec
-from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle, TargetRecord
+from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle
+from txbroker.door.writing import Copy
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.kafka import KafkaDoor, KafkaSettings
 from txbroker.kafka.client.admin import Admin
@@ -89,7 +90,7 @@ class Side:
     async def _write(self) -> PromotionTxnHandle:
         self._turns += 1
         promoted = tuple(
-            TargetRecord(topic, 0, Record(b"key", bytes(1000), (), 1)) for topic in self.targets
+            Copy(topic, 0, Record(b"key", bytes(1000), (), 1)) for topic in self.targets
         )
         progress = Checkpoint(LOG_VERSION, "c", self._turns, self._turns)
         return await self.partition.write(PromotionTxn(promoted, (), progress))

@@ -19,6 +19,7 @@ import uvloop
 
 from benchmarks.consumers.places import places, rows_of
 from benchmarks.consumers.rounds import Bound
+from tests.kit.processing import Doors
 from txbroker.consumer import Consumer, InDatabase, Later
 from txbroker.consumer.settings import DONE_ROWS
 from txbroker.core.records import Record
@@ -71,7 +72,7 @@ async def stuck(folder: Path, messages: int) -> Bound:
                 consumer.stop()
 
         consumer = Consumer(
-            kafka,
+            Doors.to(kafka),
             group="bench",
             topics=["orders"],
             mode="exactly-once",

@@ -220,7 +220,7 @@ async def test_release_outlasts_kafka_being_down(world: World) -> None:
 
 @pytest.mark.parametrize("stored", [True, False])
 async def test_lost_answer_to_a_clearance(world: World, stored: bool) -> None:
-    from txbroker.testing.memory import LostReply
+    from txbroker.testing.topics import LostReply
 
     handler = Handler(bad=BUG)
     world.produce("a=bad", "a=1")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.kit.consumer_world import Handler, World, counted
+from tests.kit.processing import Doors
 from tests.kit.until import until
 from txbroker.consumer import Consumer, InFile
 from txbroker.errors import ConfigurationError
@@ -220,7 +221,7 @@ async def test_other_metadata_in_the_group(world: World) -> None:
 async def test_bad_options(world: World, options: dict[str, Any], says: str) -> None:
     given: dict[str, Any] = {"group": "stock", "topics": ["orders"], **options}
     with pytest.raises(ConfigurationError, match=says):
-        Consumer(world.kafka, **given)
+        Consumer(Doors.to(world.kafka), **given)
 
 
 async def test_bad_worlds(world: World) -> None:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.kit.consumer_world import Handler, World
+from tests.kit.processing import Doors
 from tests.kit.until import until
 from txbroker.consumer import Consumer, ReceivedMessage, Reject
 from txbroker.consumer.statistics import METRICS
@@ -36,11 +37,11 @@ async def test_metrics_of_two_consumers_of_a_process(world: World) -> None:
     world.kafka.write("orders", 0, [Record(key, b"") for key in (b"bad", b"reject", b"good")], None)
     registry = CollectorRegistry(auto_describe=True)
     one = Consumer(
-        world.kafka, group="one", topics=["orders"], order="key", on_failure="aside",
+        Doors.to(world.kafka), group="one", topics=["orders"], order="key", on_failure="aside",
         local_attempts_max=1, heartbeat_s=0.05, lease_s=1.0,
     )  # fmt: skip
     two = Consumer(
-        world.kafka, group="two", topics=["orders"], order="none", local_attempts_max=1,
+        Doors.to(world.kafka), group="two", topics=["orders"], order="none", local_attempts_max=1,
         heartbeat_s=0.05, lease_s=1.0,
     )  # fmt: skip
     async with one, two:

@@ -195,7 +195,7 @@ async def test_foreign_record_in_the_retry_topic_is_a_message(world: World) -> N
 async def test_lost_answer_duplicates_and_loses_no_copy(
     world: World, stored: bool, order: str
 ) -> None:
-    from txbroker.testing.memory import LostReply
+    from txbroker.testing.topics import LostReply
 
     world.produce(*(f"{number}={number}" for number in range(20)))
     handler = Handler(**{str(number): Reject("bad") for number in range(0, 20, 2)})

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.kit.consumer_world import World, text
+from tests.kit.processing import Doors
 from tests.simulator.sim_loop import Process, SimLoop, simulated_machine
 from txbroker.consumer import Consumer, Later, ReceivedMessage, Reject
 
@@ -53,7 +54,10 @@ class Shop:
         loop = asyncio.get_running_loop()
         loop.call_later(LATER_S, lambda: self.world.produce(*values, topic=self.topic))
         given = {"group": "stock", "topics": ["orders", "others"], "drain_s": 0.1, **options}
-        async with Consumer(self.world.kafka, **given) as self.consumer, asyncio.timeout(60):
+        async with (
+            Consumer(Doors.to(self.world.kafka), **given) as self.consumer,
+            asyncio.timeout(60),
+        ):
             await self.consumer.run(self.handle, **run)
 
 

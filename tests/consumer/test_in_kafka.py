@@ -23,7 +23,7 @@ from txbroker.consumer.stores import pending
 from txbroker.core.consuming.copies import CLEARED_HEADER
 from txbroker.errors import ConfigurationError
 from txbroker.testing.consuming import MemoryMember
-from txbroker.testing.memory import LostReply
+from txbroker.testing.topics import LostReply
 
 
 class Prices(World):

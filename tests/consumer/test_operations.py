@@ -22,7 +22,8 @@ from txbroker.core.consuming.copies import (
 )
 from txbroker.core.consuming.position import Metadata, encode_metadata
 from txbroker.core.records import Record
-from txbroker.door.consuming import Copy, StoredOffset
+from txbroker.door.consuming import StoredOffset
+from txbroker.door.writing import Copy
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.testing.consuming import MemoryConsumingDoor
 from txbroker.testing.memory import MemoryKafka

@@ -13,7 +13,7 @@ from tests.kit.until import until
 from txbroker.consumer import CommitPolicy, Later, ReceivedMessage, Reject
 from txbroker.core.consuming.aside import AsideKeys
 from txbroker.errors import KafkaUnavailable
-from txbroker.testing.memory import LostReply
+from txbroker.testing.topics import LostReply
 
 PARTITIONS, KEYS, STEPS = 4, 5, 40
 

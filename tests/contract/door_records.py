@@ -8,7 +8,8 @@ from typing import Any
 
 from tests.kit.kafka import now_ms
 from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
-from txbroker.door.protocols import Door, PartitionDoor, PromotionTxn, TargetRecord
+from txbroker.door.protocols import Door, PartitionDoor, PromotionTxn
+from txbroker.door.writing import Copy
 
 _CLAIMS = itertools.count()
 
@@ -23,9 +24,7 @@ def progress(claim: str, op: int) -> Checkpoint:
     return Checkpoint(LOG_VERSION, claim, op, op)
 
 
-def turn(
-    claim: Claim, op: int, *promoted: TargetRecord, parked: tuple[Record, ...] = ()
-) -> PromotionTxn:
+def turn(claim: Claim, op: int, *promoted: Copy, parked: tuple[Record, ...] = ()) -> PromotionTxn:
     """A turn up to `op`."""
     return PromotionTxn(promoted, parked, progress(claim.claim, op))
 
@@ -37,9 +36,9 @@ async def claimed(door: Door, number: int = 0) -> tuple[PartitionDoor, Claim]:
     return partition, mine
 
 
-def to(topic: str, key: bytes, value: bytes = b"") -> TargetRecord:
+def to(topic: str, key: bytes, value: bytes = b"") -> Copy:
     """A record of now for the first partition of a target."""
-    return TargetRecord(topic, 0, Record(key, value, (), now_ms()))
+    return Copy(topic, 0, Record(key, value, (), now_ms()))
 
 
 def bare(records: Sequence[Record]) -> list[tuple[bytes | None, bytes | None, tuple[Any, ...]]]:

@@ -1,4 +1,4 @@
-"""The contract of a relay's writer, in memory and on a real Kafka."""
+"""The contract of a writer of records and positions, in memory and on a real Kafka."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.kit.until import until
 from txbroker.core.records import Record
-from txbroker.door.consuming import LATEST, ConsumingDoor, Copy, CopyRefused, TopicSpec
-from txbroker.door.delivering import DeliveryWriter, WriterFenced
+from txbroker.door.consuming import LATEST, ConsumingDoor, StoredOffset, TopicSpec
+from txbroker.door.writing import Copy, Fenced, GroupOffsets, PositionRecord, Refused, Writer
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 
 KEY = "outbox/0"
@@ -24,9 +25,9 @@ class Writers:
         self.target = target
         self.positions = world.name("relay")
 
-    def new(self, key: str = KEY, id: str = "", **options: Any) -> DeliveryWriter:
+    def new(self, key: str = KEY, id: str = "", **options: Any) -> Writer:
         id = f"{self.positions}.{id or key}"
-        return self._door.delivery_writer(id, self.positions, key, **options)
+        return self._door.writer(id, PositionRecord(self.positions, key), **options)
 
     async def forge(self, *records: Record, committed: bool | None = True) -> None:
         """Write to the topic of positions as another client."""
@@ -81,7 +82,7 @@ async def test_claim_fences_the_writer_before(writers: Writers) -> None:
     await first.write(writers.copies(b"open"))
     await first.write(writers.copies(b"more"))
     assert await second.claim() is None
-    with pytest.raises(WriterFenced):
+    with pytest.raises(Fenced):
         await first.commit(b"1")
     with pytest.raises(KafkaUnavailable):
         await first.write(writers.copies(b"again"))
@@ -114,10 +115,10 @@ async def test_refused_message_is_named_and_the_others_are_aborted(
     if fault == "of the topic":
         bad = Copy(bad.topic, 99, good.record)
     await writer.write([good, bad])
-    with pytest.raises(CopyRefused) as refused:
+    with pytest.raises(Refused) as refused:
         await writer.commit(b"1")
-    assert list(refused.value.copies) == [bad]
-    assert refused.value.passing == (fault == "of the topic")
+    assert list(refused.value.indexes) == [1]
+    assert refused.value.of_topic == (fault == "of the topic")
     await writer.write([good])
     await writer.commit(b"2")
     assert await writers.visible() == [b"good"]
@@ -195,3 +196,89 @@ async def test_position_outlives_its_transactional_id(writers: Writers) -> None:
         assert await writers.new(id=id).claim() == b"2"
     await writers.delivered(b"3", id="d")
     assert await writers.new(id="e").claim() == b"3"
+
+
+# --- positions of groups ----------------------------------------------------------------------
+
+
+class Offsets:
+    """The offsets of a group without members, which a writer stores with its records."""
+
+    def __init__(self, world: Any, writers: Writers) -> None:
+        self._door = writers._door
+        self._group = world.name("group")
+        self._at = (writers.target, 0)
+
+    def of(self, offset: int) -> GroupOffsets:
+        return GroupOffsets(self._group, {self._at: StoredOffset(offset, "by a writer")})
+
+    async def stored(self) -> int | None:
+        found = (await self._door.committed(self._group)).get(self._at)
+        assert found is None or found.metadata == "by a writer"
+        return None if found is None else found.offset
+
+    async def reach(self, offset: int) -> None:
+        """Wait until an offset is stored: it is visible a moment after the commit."""
+
+        async def is_reached() -> bool:
+            return await self.stored() == offset
+
+        await until(is_reached)
+
+
+@pytest.fixture
+def offsets(world: Any, writers: Writers) -> Offsets:
+    return Offsets(world, writers)
+
+
+async def test_position_and_offsets_of_a_group_are_stored_with_the_records(
+    writers: Writers, offsets: Offsets
+) -> None:
+    writer = writers.new()
+    await writer.claim()
+    for number in (1, 2):
+        await writer.write(writers.copies(b"first %d" % number))
+        await writer.write(writers.copies(b"second %d" % number))
+        await writer.commit(b"%d" % number, [offsets.of(number)])
+        await offsets.reach(number)
+    await writer.commit(offsets=[offsets.of(3)])
+    await offsets.reach(3)
+    assert len(await writers.visible()) == 4
+    assert await writers.new().claim() == b"2"
+
+
+async def test_refused_and_aborted_transactions_store_no_offsets(
+    writers: Writers, offsets: Offsets
+) -> None:
+    writer = writers.new()
+    await writer.claim()
+    await writer.write(writers.copies(b"good", b"x" * 20_000))
+    with pytest.raises(Refused) as refused:
+        await writer.commit(b"1", [offsets.of(1)])
+    assert list(refused.value.indexes) == [1]
+    await writer.write(writers.copies(b"aborted"))
+    await writer.abort()
+    assert await offsets.stored() is None
+    await writer.write(writers.copies(b"good"))
+    await writer.commit(b"2", [offsets.of(2)])
+    await offsets.reach(2)
+    assert await writers.visible() == [b"good"]
+
+
+@pytest.mark.rule(47)
+async def test_writer_that_was_replaced_stores_no_offsets(
+    writers: Writers, offsets: Offsets
+) -> None:
+    """No generation fences it: the claim of its successor does."""
+    first, second = writers.new(), writers.new()
+    await first.claim()
+    await first.write(writers.copies(b"first"))
+    await second.claim()
+    with pytest.raises(Fenced):
+        await first.commit(b"1", [offsets.of(1)])
+    await second.write(writers.copies(b"second"))
+    await second.commit(b"2", [offsets.of(2)])
+    with pytest.raises(KafkaUnavailable):
+        await first.commit(offsets=[offsets.of(3)])
+    await offsets.reach(2)
+    assert await writers.visible() == [b"second"]

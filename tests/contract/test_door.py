@@ -13,15 +13,12 @@ from txbroker.core.records import Cause, Record
 from txbroker.door.protocols import (
     AppendRefused,
     Door,
-    Fenced,
     Log,
     LogTruncated,
     PartitionDoor,
-    PromotionTxnLost,
-    PromotionTxnRefused,
     TargetFacts,
-    TargetRecord,
 )
+from txbroker.door.writing import Copy, Fenced, Refused, Unknown
 from txbroker.errors import KafkaUnavailable
 
 ODD = (
@@ -183,8 +180,8 @@ async def test_promotion_is_visible_as_written(world: Any, door: Door) -> None:
     partition, mine = await claimed(door)
     at = 1_700_000_000_000
     records = [Record(r.key, r.value, r.headers, at + n) for n, r in enumerate(ODD)]
-    promoted = [TargetRecord(one, 0, record) for record in records]
-    promoted.insert(2, TargetRecord(two, 2, Record(b"other", b"topic", (), at)))
+    promoted = [Copy(one, 0, record) for record in records]
+    promoted.insert(2, Copy(two, 2, Record(b"other", b"topic", (), at)))
     handle = await partition.write(turn(mine, 1, *promoted))
     await handle.visible()
     assert list(handle.offsets) == [0, 1, 0, 2, 3, 4, 5]
@@ -199,7 +196,7 @@ async def test_pipelined_promotions_keep_their_order(world: Any, door: Door) -> 
     topic = await world.create_topic("target")
     partition, mine = await claimed(door)
     handles = [
-        await partition.write(turn(mine, n, TargetRecord(topic, 0, Record(b"%d" % n, b"", (), n))))
+        await partition.write(turn(mine, n, Copy(topic, 0, Record(b"%d" % n, b"", (), n))))
         for n in range(20)
     ]
     await handles[-1].visible()
@@ -220,7 +217,7 @@ async def test_promotion_larger_than_batch_is_atomic(world: Any, door: Door) -> 
 
 
 async def test_writes_before_claim_are_refused(door: Door) -> None:
-    with pytest.raises(PromotionTxnLost):
+    with pytest.raises(Unknown):
         await door.partition(0).write(turn(new_claim(), 1))
 
 
@@ -263,9 +260,7 @@ async def test_one_of_concurrent_claims_can_write(world: Any) -> None:
         winners = [result for result in results if isinstance(result, str)]
         losers = [result for result in results if not isinstance(result, str)]
         assert len(winners) <= 1
-        assert all(
-            isinstance(error, Fenced | PromotionTxnLost | KafkaUnavailable) for error in losers
-        )
+        assert all(isinstance(error, Fenced | Unknown | KafkaUnavailable) for error in losers)
         if winners:
             found = await doors[0].claim(new_claim())
             assert found.progress == progress(winners[0], 7)
@@ -287,7 +282,7 @@ async def test_refused_record_aborts_its_promotion(world: Any, door: Door) -> No
     small = await world.create_topic("small", max_message_bytes="1000")
     partition, mine = await claimed(door)
     await commit(partition, turn(mine, 1, to(good, b"before")))
-    with pytest.raises(PromotionTxnRefused) as refused:
+    with pytest.raises(Refused) as refused:
         await partition.write(
             turn(
                 mine,
@@ -299,7 +294,7 @@ async def test_refused_record_aborts_its_promotion(world: Any, door: Door) -> No
         )
     cause = refused.value.cause
     assert (cause.code, cause.topic, cause.partition) == ("too_large", small, 0)
-    with pytest.raises(PromotionTxnRefused):
+    with pytest.raises(Refused):
         await partition.write(turn(mine, 3))
     again = new_claim()
     assert (await partition.claim(again)).progress == progress(mine.claim, 1)
@@ -330,7 +325,7 @@ async def test_door_reports_whether_anything_was_parked(door: Door) -> None:
 async def test_closed_partition_refuses_writes(door: Door) -> None:
     partition, mine = await claimed(door)
     await partition.close()
-    with pytest.raises(PromotionTxnLost):
+    with pytest.raises(Unknown):
         await partition.write(turn(mine, 1))
     await partition.close()
 
@@ -381,7 +376,7 @@ async def test_committed_target_records_are_read(world: Any, door: Door) -> None
     at_ms = now_ms()
     for number, age_ms in enumerate((9000, 5000, 0)):
         record = Record(b"%d" % number, b"", (), at_ms - age_ms)
-        written = turn(mine, number + 1, TargetRecord(topic, 0, record))
+        written = turn(mine, number + 1, Copy(topic, 0, record))
         await (await partition.write(written)).visible()  # the LSO follows the commit
     everything = await target_records(door, topic)
     assert [key for _, key in everything] == [b"0", b"1", b"2"]

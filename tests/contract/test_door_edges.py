@@ -14,17 +14,8 @@ from tests.contract.door_records import bare, claimed, commit, new_claim, progre
 from txbroker.core.encoding import encode_claim
 from txbroker.core.records import RECORD_VERSION, Record
 from txbroker.door.own_topics import CheckpointScan
-from txbroker.door.protocols import (
-    AppendRefused,
-    Door,
-    Fenced,
-    Hanging,
-    Log,
-    PartitionDoor,
-    PromotionTxn,
-    PromotionTxnLost,
-    PromotionTxnRefused,
-)
+from txbroker.door.protocols import AppendRefused, Door, Hanging, Log, PartitionDoor, PromotionTxn
+from txbroker.door.writing import Fenced, Refused, Unknown
 from txbroker.errors import ConfigurationError, KafkaUnavailable, NewerRecord
 
 
@@ -98,7 +89,7 @@ async def test_pick_omits_copies_of_aborted_promotion(world: Any, door: Door) ->
     small = await world.create_topic("small", max_message_bytes="1000")
     partition, mine = await claimed(door)
     large = to(small, b"large", bytes(2000))
-    with pytest.raises(PromotionTxnRefused):
+    with pytest.raises(Refused):
         await partition.write(turn(mine, 1, large, parked=(Record(b"id/0", b"lost"),)))
     again = new_claim()
     await partition.claim(again)
@@ -217,7 +208,7 @@ async def test_hanging_transaction_hides_checkpoint(world: Any) -> None:
     release = await world.hang(world.name("checkpoint"), 0)
     with pytest.raises(Hanging):
         await partition.claim(new_claim())
-    with pytest.raises(PromotionTxnLost):
+    with pytest.raises(Unknown):
         await partition.write(turn(new_claim(), 1))
     await release()
     mine = new_claim()

@@ -22,7 +22,7 @@ from txbroker.contract import frames as wire
 from txbroker.core.records import Decision, Message
 from txbroker.core.routing import make_id, parse_id
 from txbroker.errors import KafkaUnavailable
-from txbroker.testing.memory import LostReply
+from txbroker.testing.topics import LostReply
 
 FRAME = wire.FRAME_OPERATIONS_MAX
 BAD = 100

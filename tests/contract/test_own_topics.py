@@ -12,6 +12,7 @@ from txbroker.consumer.settings import group_topics
 from txbroker.core.records import Cause, Message, Record
 from txbroker.door.consuming import ConsumingDoor, TopicSpec
 from txbroker.door.owners import own_by_name
+from txbroker.door.writing import PositionRecord
 from txbroker.errors import BadTarget
 
 PREFIX = "ours"
@@ -30,7 +31,7 @@ async def make_owners(world: Any, door: ConsumingDoor) -> None:
     positions = world.name("relay")
     await door.create([TopicSpec(positions, 1, -1, COMPACTED)])
     await door.create(group_topics(world.name("x"), "orders", aside=True))
-    await door.delivery_writer(world.name("id"), positions, "orders/0").claim()
+    await door.writer(world.name("id"), PositionRecord(positions, "orders/0")).claim()
 
 
 @pytest.mark.rule(17)

@@ -7,7 +7,8 @@ from typing import Any
 from tests.kafka.relay import Relay, fates
 from tests.kit.kafka import KafkaHarness, now_ms
 from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
-from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle, TargetRecord
+from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle
+from txbroker.door.writing import Copy
 from txbroker.kafka.door.partition import KafkaPartitionDoor
 
 FENCED_CODES = (47, 90)
@@ -26,7 +27,7 @@ def progress(name: str, op: int) -> Checkpoint:
 def turn(name: str, op: int, topic: str = "") -> PromotionTxn:
     """The transaction of a claim up to `op`, which holds one message if it has a topic."""
     message = Record(b"%s-%d" % (name.encode(), op), b"", (), now_ms())
-    promoted = (TargetRecord(topic, 0, message),) if topic else ()
+    promoted = (Copy(topic, 0, message),) if topic else ()
     return PromotionTxn(promoted, (), progress(name, op))
 
 

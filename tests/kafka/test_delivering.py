@@ -11,8 +11,8 @@ import pytest
 from tests.kafka.relay import END_TXN, INIT_PRODUCER_ID, Fate, Relay, fates
 from tests.kit.kafka import KafkaHarness
 from txbroker.core.records import Record
-from txbroker.door.consuming import ConsumingDoor, Copy, TopicSpec
-from txbroker.door.delivering import DeliveryWriter, WriterFenced
+from txbroker.door.consuming import ConsumingDoor, TopicSpec
+from txbroker.door.writing import Copy, Fenced, PositionRecord, Writer
 from txbroker.errors import KafkaUnavailable
 
 
@@ -23,12 +23,12 @@ class Late:
         self.world = world
         self.target = target
 
-    async def writer(self, relay: Relay | None = None) -> DeliveryWriter:
+    async def writer(self, relay: Relay | None = None) -> Writer:
         opener = {} if relay is None else {"opener": relay.open}
         door: ConsumingDoor = await self.world.consuming_door(**opener)
         topic = self.world.name("relay")
         await door.create([TopicSpec(topic, 1, -1, {"cleanup.policy": "compact"})])
-        return door.delivery_writer(self.world.name("outbox"), topic, "outbox/0")
+        return door.writer(self.world.name("outbox"), PositionRecord(topic, "outbox/0"))
 
     def copy(self, value: bytes) -> list[Copy]:
         return [Copy(self.target, 0, Record(None, value))]
@@ -70,7 +70,7 @@ async def test_end_by_kafka_after_its_timeout_is_no_other_process(
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 1000)
     with pytest.raises(KafkaUnavailable, match="too many rows: divide it") as caught:
         await first.commit(b"1")
-    assert not isinstance(caught.value, WriterFenced)
+    assert not isinstance(caught.value, Fenced)
 
 
 @pytest.mark.rule(47)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from txbroker.core.records import Record
-from txbroker.door.protocols import PromotionTxnLost
+from txbroker.door.writing import Partition, Unknown
 from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Unanswered
 from txbroker.kafka.client.producer import Producer
 from txbroker.kafka.client.settings import KafkaSettings
@@ -25,7 +25,6 @@ from txbroker.kafka.protocol.schemas import (
     ProduceV7,
     describe_producers,
 )
-from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.timers import Backoff
 
 OURS, STRANGER, EPOCH = 7, 8, 4
@@ -285,7 +284,7 @@ async def test_confirmed_write_needs_no_request(leaders: Leaders) -> None:
     await leaders.unseen.wait_until_ended([T], Backoff(0.0, 0.01))
     # The turn before that one was seen, and it was not.
     leaders.unseen.confirm({U: 3})
-    with pytest.raises(PromotionTxnLost, match="u-0"):
+    with pytest.raises(Unknown, match="u-0"):
         await leaders.unseen.wait_until_ended([T, U], Backoff(0.0, 0.01))
 
 
@@ -300,7 +299,7 @@ async def test_stable_offset_past_write_needs_no_leader(leaders: Leaders) -> Non
 async def test_unended_write_blocks_next_transaction(leaders: Leaders) -> None:
     leaders.unseen.add({T: 8, U: 8})
     leaders.open[T] = {OURS: 7}
-    with pytest.raises(PromotionTxnLost, match="offset 7") as lost:
+    with pytest.raises(Unknown, match="offset 7") as lost:
         await leaders.unseen.wait_until_ended([T, U], Backoff(0.05, 0.01))
     assert lost.value.cause is not None
     assert (lost.value.cause.code, lost.value.cause.topic) == (HANGING, "t")
@@ -341,7 +340,7 @@ async def test_leader_without_our_last_epoch_is_not_trusted(leaders: Leaders, kn
     leaders.unseen.add({T: 8})
     leaders.open[T] = {STRANGER: 2}
     leaders.epochs[T] = known
-    with pytest.raises(PromotionTxnLost, match="promotion transactions in t-0 have ended"):
+    with pytest.raises(Unknown, match="promotion transactions in t-0 have ended"):
         await leaders.unseen.wait_until_ended([T], Backoff(0.05, 0.01))
     assert T in leaders.forgotten
     leaders.epochs[T] = EPOCH

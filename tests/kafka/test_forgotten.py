@@ -11,7 +11,7 @@ import pytest
 from tests.kafka.small_turns import claim, keys, progress, write
 from tests.kit.kafka import KafkaHarness
 from txbroker.core.records import Record
-from txbroker.door.protocols import PromotionTxnLost
+from txbroker.door.writing import Unknown
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.protocol.schemas import ListTransactionsV0, describe_producers
@@ -83,7 +83,7 @@ async def test_expired_transactional_ids_lead_to_a_claim(
     await until_forgotten(known)
     async with asyncio.timeout(BOUND_S):
         for _ in range(2):
-            with pytest.raises(PromotionTxnLost):
+            with pytest.raises(Unknown):
                 await write(partition, "before", 3, topic)
         found = await partition.claim(claim("after"))
         assert found.progress == progress("before", 2)
@@ -108,7 +108,7 @@ async def test_later_owner_fences_owner_with_expired_ids(
     await until_forgotten(known)
     await later.claim(claim("later"))
     for _ in range(2):
-        with pytest.raises(PromotionTxnLost):
+        with pytest.raises(Unknown):
             await write(earlier, "earlier", 2, topic)
     await (await write(later, "later", 2, topic)).visible()
     assert await keys(world, topic) == [b"later-2"]

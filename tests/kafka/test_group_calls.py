@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from txbroker.door.consuming import Copy, StoredOffset
+from txbroker.door.consuming import StoredOffset
+from txbroker.door.writing import Copy
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door import group_offsets
 from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming
-from txbroker.kafka.door.group_offsets import GroupOffsets
-from txbroker.kafka.protocol.copies import Batches
+from txbroker.kafka.door.group_offsets import CommittedOffsets
 
 OFFSETS = {("orders", 0): StoredOffset(1, "")}
 CLIENT: Any = SimpleNamespace(
@@ -31,10 +31,10 @@ class Listener:
 async def test_loss_ends_every_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     going = asyncio.Event()
 
-    async def commit(_self: GroupOffsets, offsets: Any, copies: Any = ()) -> None:
+    async def commit(_self: CommittedOffsets, offsets: Any, copies: Any = ()) -> None:
         await (asyncio.Event() if copies else going).wait()
 
-    monkeypatch.setattr(GroupOffsets, "commit", commit)
+    monkeypatch.setattr(CommittedOffsets, "commit", commit)
     member = KafkaGroupMember(CLIENT, "stock", None, Listener(), MemberTiming())
     member._loop.joined = SimpleNamespace(generation=1)  # type: ignore[assignment]
     copies: Any = ["a copy"]
@@ -54,24 +54,27 @@ async def test_load_does_not_abort_the_transaction_in_flight(
     started = 0
     going = asyncio.Event()
 
-    async def start(_self: GroupOffsets, _backoff: Any) -> Any:
-        nonlocal started
-        started += 1
-        return SimpleNamespace(end=end)
+    class Writer:
+        claimed = unsettled = False
 
-    async def end(**_fields: Any) -> None: ...
+        async def claim(self) -> None:
+            nonlocal started
+            started += 1
+            self.claimed = True
 
-    async def write(*_fields: Any) -> None:
-        await going.wait()
+        async def write(self, _copies: Any) -> None: ...
+
+        async def commit(self, **_fields: Any) -> None:
+            self.unsettled = True
+            await going.wait()
+            self.unsettled = False
 
     async def answer(*_fields: Any) -> Any:
         return SimpleNamespace(topics=[])
 
-    monkeypatch.setattr(GroupOffsets, "_start_producer", start)
-    monkeypatch.setattr(GroupOffsets, "_write", write)
-    monkeypatch.setattr(Batches, "rounds", lambda *_fields: [])
+    monkeypatch.setattr(group_offsets, "group_writer", lambda *_fields: Writer())
     monkeypatch.setattr(group_offsets, "ask_group", answer)
-    offsets = GroupOffsets(CLIENT, "stock", SimpleNamespace())
+    offsets = CommittedOffsets(CLIENT, "stock", SimpleNamespace())
     copies: list[Copy] = [SimpleNamespace()]  # type: ignore[list-item]
     commit = asyncio.create_task(offsets.commit(OFFSETS, copies))
     await asyncio.sleep(0)

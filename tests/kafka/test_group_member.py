@@ -16,7 +16,8 @@ from tests.kafka.relay import JOIN_GROUP, SYNC_GROUP, Fate, Relay, fates
 from tests.kit.kafka import KafkaHarness
 from tests.kit.topic_reader import admin_of
 from tests.kit.until import until
-from txbroker.door.consuming import CommitFenced, Partition, StoredOffset
+from txbroker.door.consuming import Partition, StoredOffset
+from txbroker.door.writing import Fenced
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.client import Client, Opener
 from txbroker.kafka.client.connection import open_connection
@@ -289,7 +290,7 @@ async def test_second_process_with_instance_id_replaces_the_first(group: World) 
     assert "m0 is now process" in first.losses[1]
     assert first.owned == set()
     assert first.member.deadline_s < asyncio.get_running_loop().time()
-    with pytest.raises(CommitFenced):
+    with pytest.raises(Fenced):
         await first.member.commit({min(before): StoredOffset(1, "")})
     await second.close()  # silent: its session ends
     await group.settled(first, other)

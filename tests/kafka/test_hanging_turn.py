@@ -18,10 +18,10 @@ from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaHarness
 from txbroker.core.encoding import encode_progress
 from txbroker.core.records import Record
 from txbroker.door.protocols import Hanging
+from txbroker.door.writing import Partition
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.producer import BatchRefused, Producer
 from txbroker.kafka.protocol.batch import batch_body
-from txbroker.kafka.protocol.transactions import Partition
 from txbroker.kafka.tools.examination import KafkaExamination
 from txbroker.net.timers import Backoff
 

@@ -21,11 +21,10 @@ from tests.kit.processing import PARTITIONS, Processing, passed_on
 from tests.kit.until import until
 from txbroker.consumer import committer
 from txbroker.core.records import Record
-from txbroker.door.consuming import Copy, CopyRefused
+from txbroker.door.writing import Copy, Refused
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import KafkaRefused
 from txbroker.kafka.client.producer import BatchRefused, Producer
-from txbroker.kafka.door.group_member import store_copies
 from txbroker.kafka.protocol.codes import Code
 
 PROTOCOLS = [1, pytest.param(2, marks=pytest.mark.second_protocol)]
@@ -109,16 +108,16 @@ async def test_refused_copies_are_found_quickly(
         "no key": Record(None, b""),
         "future": Record(b"k", b"", timestamp_ms=1 << 50),
     }[kind]
-    refused = copies[700] = Copy(topic, 0, bad)
+    copies[700] = Copy(topic, 0, bad)
     began = time.monotonic()
-    with pytest.raises(CopyRefused) as caught:
-        await store_copies(door._client, world.name("g"), copies)
+    with pytest.raises(Refused) as caught:
+        await door.store(world.name("g"), copies)
     took_s = time.monotonic() - began
-    assert caught.value.copies == [refused]
+    assert list(caught.value.indexes) == [700]
     print(f"{kind}, protocol {transactions}: {took_s:.2f} s")
     assert took_s < 5
     del copies[700]
-    await store_copies(door._client, world.name("g"), copies)
+    await door.store(world.name("g"), copies)
     assert len(await world.visible(topic)) == 999
     await door.close()
 
@@ -149,8 +148,8 @@ async def test_copies_are_not_blamed_for_other_errors(
     with monkeypatch.context() as patch:
         patch.setattr(Producer, "produce", refuse)
         with pytest.raises(KafkaUnavailable) as caught:
-            await store_copies(door._client, world.name("g"), [Copy(topic, 0, Record(b"k", b""))])
-        assert not isinstance(caught.value, CopyRefused)
+            await door.store(world.name("g"), [Copy(topic, 0, Record(b"k", b""))])
+        assert not isinstance(caught.value, Refused)
         assert caught.value.lasting is lasting
         assert isinstance(caught.value, KafkaRefused) is lasting
     await door.close()

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from txbroker.door.protocols import LogTruncated
+from txbroker.door.writing import Partition
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import leaders
 from txbroker.kafka.client.client import Client, KafkaRefused, Unanswered
@@ -18,7 +19,6 @@ from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.protocol.codes import Code
 from txbroker.kafka.protocol.schemas import FetchV11, ListOffsetsV3, MetadataV10
-from txbroker.kafka.protocol.transactions import Partition
 
 T, U = ("t", 0), ("u", 3)
 SETTINGS = KafkaSettings(

@@ -7,7 +7,7 @@ import time
 import tracemalloc
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
@@ -18,13 +18,16 @@ from hypothesis import strategies as st
 from txbroker.core.encoding import PROGRESS_KEY, _names, encode_claim, encode_headers
 from txbroker.core.records import LOG_VERSION, Claim, Record
 from txbroker.door.own_topics import CheckpointScan
-from txbroker.door.protocols import Fenced, PromotionTxnLost, PromotionTxnRefused
+from txbroker.door.writing import Copy, Fenced, Refused, Unknown
 from txbroker.errors import InvariantBroken
-from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, ProducerFenced
-from txbroker.kafka.door.pipelined_writer import translated
+from txbroker.kafka.client.client import Client
+from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, Producer, ProducerFenced
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.door.pipelined_writer import promotion_writers
 from txbroker.kafka.protocol import batch
 from txbroker.kafka.protocol.batch import HEADER_BYTES, Body, batch_bodies, batch_body, encode_batch
 from txbroker.kafka.protocol.codes import RETRIABLE, Code, describe
+from txbroker.kafka.protocol.copies import default_bytes
 from txbroker.kafka.protocol.fetched import Fetched
 
 
@@ -212,6 +215,24 @@ def test_codes_unknown_to_library_are_retriable() -> None:
     assert {74, 75, 78} <= RETRIABLE
 
 
+async def _send(error: Exception) -> None:
+    """Write records as promotion does, to two topics; writing to one of them fails."""
+
+    class Failing:
+        transaction_timeout_s = 15.0
+
+        async def add(self, partitions: Any, backoff: Any) -> None: ...
+
+        async def produce(self, batches: Any, backoff: Any) -> Any:
+            raise error
+
+    settings = KafkaSettings(bootstrap_servers=("127.0.0.1:1",), instance_id="one")
+    writer, _other = promotion_writers(Client(settings), 0, "p0/", default_bytes)
+    writer.producer, writer.claimed = cast(Producer, Failing()), True
+    record = Record(b"k", b"v")
+    await writer.send([Copy("other", 0, record), Copy("target", 3, record)])
+
+
 @pytest.mark.parametrize(
     ("code", "cause", "passing"),
     [
@@ -223,16 +244,17 @@ def test_codes_unknown_to_library_are_retriable() -> None:
         (44, "refused", False),
     ],
 )
-def test_refused_batch_becomes_cause(code: int, cause: str, passing: bool) -> None:
-    with pytest.raises(PromotionTxnRefused) as raised, translated():
-        raise BatchRefused(("target", 3), code, None)
+async def test_refused_batch_becomes_cause(code: int, cause: str, passing: bool) -> None:
+    with pytest.raises(Refused) as raised:
+        await _send(BatchRefused(("target", 3), code, None))
+    assert raised.value.indexes == [1]
     found = raised.value.cause
     expected = (cause, "target", 3, passing)
     assert (found.code, found.topic, found.partition, found.passing) == expected
     assert "target-3" in found.message
 
 
-LOST = PromotionTxnLost
+LOST = Unknown
 ERRORS: list[tuple[Exception, type[Exception]]] = [
     (BatchUnknown(("t", 0), "no answer"), LOST),
     *(
@@ -249,9 +271,11 @@ ERRORS: list[tuple[Exception, type[Exception]]] = [
 
 
 @pytest.mark.parametrize(("error", "raised"), ERRORS)
-def test_lost_producer_state_blames_no_record(error: Exception, raised: type[Exception]) -> None:
-    with pytest.raises(raised), translated():
-        raise error
+async def test_lost_producer_state_blames_no_record(
+    error: Exception, raised: type[Exception]
+) -> None:
+    with pytest.raises(raised):
+        await _send(error)
 
 
 def test_codes_are_described_in_words() -> None:

@@ -14,13 +14,14 @@ from aiokafka.errors import IncompatibleBrokerVersion, KafkaConnectionError
 
 from txbroker.core.records import Record
 from txbroker.door.protocols import Appended, AppendRefused, AppendUnknown
+from txbroker.door.writing import Partition
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client import shared_writes
 from txbroker.kafka.client.client import Client, NotSent, Unanswered
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.client.shared_writes import REQUEST_BYTES_MAX, SharedWrites
 from txbroker.kafka.door.log import KafkaLog
-from txbroker.kafka.protocol.transactions import ACKS_ALL, Partition, PartitionResult
+from txbroker.kafka.protocol.transactions import ACKS_ALL, PartitionResult
 
 LONG_S = 60.0
 TOO_LARGE, NOT_LEADER, TIMED_OUT, OUT_OF_ORDER = 10, 6, 7, 45

@@ -14,7 +14,8 @@ import pytest
 from tests.kafka.small_turns import claim, progress, write
 from tests.kit.kafka import KafkaHarness
 from txbroker.core.records import Record
-from txbroker.door.protocols import AppendUnknown, PromotionTxnLost
+from txbroker.door.protocols import AppendUnknown
+from txbroker.door.writing import Unknown
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.errors import KafkaUnavailable
 
@@ -69,7 +70,7 @@ async def test_calls_end_while_kafka_is_stopped_and_recover(
                 await partition.half.append([Record(b"during", b"")])
             with pytest.raises(KafkaUnavailable):
                 await partition.half.bounds()
-            with pytest.raises(PromotionTxnLost):
+            with pytest.raises(Unknown):
                 await write(partition, "before", 1)
             with pytest.raises(KafkaUnavailable):
                 await partition.claim(claim("during"))
@@ -111,7 +112,7 @@ async def test_door_closes_while_kafka_hangs(world: KafkaHarness, kafka: Embedde
             await door.close()
             with pytest.raises(AppendUnknown):
                 await appending
-    with pytest.raises((PromotionTxnLost, KafkaUnavailable)):
+    with pytest.raises((Unknown, KafkaUnavailable)):
         await handle.visible()
 
 

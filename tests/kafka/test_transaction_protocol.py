@@ -15,7 +15,7 @@ from tests.kafka.relay import ADD_PARTITIONS, END_TXN, PRODUCE, Fate
 from tests.kafka.small_turns import FENCED_CODES, Relayed, claim, keys, progress, write
 from tests.kit.kafka import KafkaHarness
 from txbroker.core.records import Record
-from txbroker.door.protocols import Fenced, PromotionTxnLost
+from txbroker.door.writing import Fenced, Unknown
 from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Unanswered
 from txbroker.kafka.client.producer import Producer, ProducerFenced
 from txbroker.kafka.client.settings import KafkaSettings
@@ -443,7 +443,7 @@ async def test_v2_never_answered_commit_is_lost(relayed: Relayed) -> None:
     relayed.decide(END_TXN, *HOLD_ALL)
     handle = await relayed.write(1)
     await relayed.relay.caught(2)
-    with pytest.raises((PromotionTxnLost, Fenced)):
+    with pytest.raises((Unknown, Fenced)):
         await handle.committed()
     relayed.decide(-1)
     assert await relayed.taken_over() is None
@@ -458,7 +458,7 @@ async def test_v2_never_answered_commit_is_lost(relayed: Relayed) -> None:
 async def test_v2_write_after_abort_is_refused(relayed: Relayed) -> None:
     await relayed.first(request_timeout_s=0.4)
     relayed.decide(PRODUCE, *HOLD_ALL)
-    with pytest.raises(PromotionTxnLost):
+    with pytest.raises(Unknown):
         await relayed.write(1)
     relayed.decide(-1)
     assert await relayed.taken_over() is None

@@ -24,7 +24,8 @@ from tests.kafka.small_turns import FENCED_CODES, Relayed, claim, progress, writ
 from tests.kit.kafka import KafkaHarness
 from tests.kit.until import until
 from txbroker.core.records import Record
-from txbroker.door.protocols import AppendUnknown, Fenced, PromotionTxnLost
+from txbroker.door.protocols import AppendUnknown
+from txbroker.door.writing import Fenced, Unknown
 
 MakeRelay = Callable[..., Relay]
 # Zero, or "concurrent transactions": a commit is visible a moment before its coordinator has
@@ -52,9 +53,9 @@ async def test_v1_late_commit_ends_no_later_transaction(
     relayed.decide(END_TXN, fate)
     handle = await relayed.write(1)
     ghost = await relayed.relay.caught()
-    with pytest.raises(PromotionTxnLost):
+    with pytest.raises(Unknown):
         await handle.committed()
-    with pytest.raises(PromotionTxnLost):
+    with pytest.raises(Unknown):
         await relayed.write(2)
     # The next turn on the ghost's own transactional id is written, and not yet ended.
     second = make_relay()
@@ -75,7 +76,7 @@ async def test_claim_finds_commit_with_lost_answer(relayed: Relayed) -> None:
     await relayed.first(**FIRST)
     relayed.decide(END_TXN, Fate.LOSE_ANSWER)
     handle = await relayed.write(1)
-    with pytest.raises(PromotionTxnLost):
+    with pytest.raises(Unknown):
         await handle.committed()
     assert await relayed.taken_over() == progress("first", 1)
     assert await relayed.keys() == [b"first-1"]
@@ -90,7 +91,7 @@ async def test_transaction_after_unknown_outcome_is_aborted(relayed: Relayed) ->
     second = await relayed.write(2)
     ghost.reset()
     for handle in (first, second):
-        with pytest.raises(PromotionTxnLost):
+        with pytest.raises(Unknown):
             await handle.committed()
     assert await relayed.taken_over() is None
     assert await ghost.release() in FENCED_CODES
@@ -110,7 +111,7 @@ async def test_transaction_after_fenced_one_is_not_committed(
     assert (await other.claim(claim("other"))).progress is None
     await ghost.release()
     for handle in (first, second):
-        with pytest.raises((Fenced, PromotionTxnLost)):
+        with pytest.raises((Fenced, Unknown)):
             await handle.committed()
     await (await write(other, "other", 1, relayed.topic)).visible()
     assert await relayed.keys() == [b"other-1"]
@@ -121,7 +122,7 @@ async def test_transaction_after_fenced_one_is_not_committed(
 async def test_v1_unanswered_begin_is_lost(relayed: Relayed, fate: Fate) -> None:
     await relayed.first(**FIRST)
     relayed.decide(ADD_PARTITIONS, fate)
-    with pytest.raises(PromotionTxnLost):
+    with pytest.raises(Unknown):
         await relayed.write(1)
     assert await relayed.taken_over() is None
     await (await relayed.write(1, "second")).visible()
@@ -240,7 +241,7 @@ async def test_cancelled_write_breaks_the_writer(relayed: Relayed) -> None:
     writing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await writing
-    with pytest.raises(PromotionTxnLost):
+    with pytest.raises(Unknown):
         await relayed.write(2)
     assert await relayed.taken_over() is None
     await (await relayed.write(1, "second")).visible()
@@ -273,7 +274,7 @@ async def test_overtaken_claim_fails_and_leaves_one_owner(
         return
     with pytest.raises(Fenced):
         await claiming
-    with pytest.raises(PromotionTxnLost):
+    with pytest.raises(Unknown):
         await write(slow, "slow", 2, topic)
     with pytest.raises(Fenced):
         await (await write(fast, "fast", 2, topic)).committed()

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from txbroker.door.protocols import NotVisible
+from txbroker.door.writing import Partition
 from txbroker.kafka.client.client import Client, Unanswered
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door import stable_offset as visible
 from txbroker.kafka.door.stable_offset import StableEnds
-from txbroker.kafka.protocol.transactions import Partition
 
 A, B, C = ("t", 0), ("t", 1), ("u", 0)
 

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from tests.kit.processing import Doors
 from tests.kit.until import until
 from txbroker.consumer import CommitPolicy, Consumer, ReceivedMessage
 from txbroker.core.consuming.aside import release_record
@@ -41,7 +42,7 @@ class World:
         }
         if given.get("pattern"):
             del given["topics"]
-        return Consumer(self.kafka, **given)
+        return Consumer(Doors.to(self.kafka), **given)
 
     @contextlib.asynccontextmanager
     async def running(self, handler: Any, *, run: Any = None, **options: Any) -> AsyncIterator[Any]:

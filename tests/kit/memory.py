@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 
 from txbroker.core.records import Record
 from txbroker.door.consuming import ConsumingDoor
+from txbroker.testing.consuming import MemoryConsumingDoor
 from txbroker.testing.door import MemoryDoor
-from txbroker.testing.memory import LostReply, MemoryKafka
+from txbroker.testing.memory import MemoryKafka
+from txbroker.testing.topics import LostReply
 
 
 class MemoryHarness:
@@ -37,13 +39,13 @@ class MemoryHarness:
 
     async def consuming_door(self) -> ConsumingDoor:
         """A started door of a consumer."""
-        door = self.kafka.consuming_door()
+        door = MemoryConsumingDoor(self.kafka)
         await door.start()
         return door
 
     def made_door(self) -> ConsumingDoor:
         """A door of a consumer, which starts and closes it."""
-        return self.kafka.consuming_door()
+        return MemoryConsumingDoor(self.kafka)
 
     async def remove_member(self, group: str, name: str) -> None:
         """Remove a member from a group of consumers, as Kafka does after a session."""

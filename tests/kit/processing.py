@@ -13,12 +13,19 @@ from txbroker.consumer import CommitPolicy, Consumer, InKafka, Message, Outputs,
 from txbroker.core.consuming.copies import DEAD_PARTITIONS, GroupTopics
 from txbroker.core.records import Record
 from txbroker.door.consuming import ConsumingDoor
+from txbroker.testing.consuming import MemoryConsumingDoor
+from txbroker.testing.memory import MemoryKafka
 
 PARTITIONS = 2
 
 
 class Doors:
     """Opens a consumer's doors; `cut` cuts them off, as if the process had ended."""
+
+    @classmethod
+    def to(cls, kafka: MemoryKafka) -> Doors:
+        """Doors to a Kafka in memory."""
+        return cls(lambda: MemoryConsumingDoor(kafka))
 
     def __init__(self, make: Callable[[], ConsumingDoor]) -> None:
         self._make = make

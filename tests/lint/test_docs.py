@@ -20,7 +20,7 @@ from txbroker.cli.main import cli
 from txbroker.config.settings import Settings
 from txbroker.consumer.statistics import METRICS
 from txbroker.contract.service import PartitionState
-from txbroker.kafka.door.pipelined_writer import _CAUSES as CAUSES
+from txbroker.kafka.protocol.copies import _CAUSES as CAUSES
 from txbroker.proxy.observe.metrics import Metrics
 from txbroker.relay.metrics import METRICS as RELAY_METRICS
 

@@ -28,16 +28,16 @@ from txbroker.databases.outbox.waiting import Group, WaitingRows
 from txbroker.databases.sessions import DriverSession
 from txbroker.databases.steps import Query, Steps, run
 from txbroker.databases.tables import create
-from txbroker.door.delivering import WriterFenced
 from txbroker.door.owners import unknown_target
+from txbroker.door.writing import Fenced, PositionRecord
 from txbroker.errors import KafkaUnavailable
 from txbroker.relay.outbox_source import OutboxSource, Retries
 from txbroker.relay.pump import Pump, PumpEvents
 from txbroker.relay.sessions import DatabaseThread, RowsLocked
 from txbroker.relay.sink import RelaySink
-from txbroker.testing.delivering import MemoryDeliveryWriter
-from txbroker.testing.memory import LostReply, MemoryKafka
-from txbroker.testing.topics import KafkaTransaction
+from txbroker.testing.memory import MemoryKafka
+from txbroker.testing.topics import KafkaTransaction, LostReply
+from txbroker.testing.writer import MemoryWriter
 
 T = TypeVar("T")
 _SERVER = structs.replace(SQLITE, name="server")
@@ -121,9 +121,8 @@ class Relay:
         self._world = world
         self._next: asyncio.Future[None] | None = None
         self._over = False
-        self._writer = MemoryDeliveryWriter(
-            self, world.kafka, f"outbox/{shard}", POSITIONS, f"outbox/{shard}"
-        )
+        id = f"outbox/{shard}"
+        self._writer = MemoryWriter(self, world.kafka, id, PositionRecord(POSITIONS, id))
         named = world.named
         of_shard = rows_of_shard(shard, world.shards)
         rows = _Rows(world.dialect, of_shard, keep=world.keep)
@@ -146,7 +145,7 @@ class Relay:
     async def _run(self, pump: Pump) -> None:
         try:
             await pump.run()
-        except WriterFenced:
+        except Fenced:
             pass
         finally:
             self._over = True

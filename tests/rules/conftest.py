@@ -20,7 +20,7 @@ async def harness(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
     monkeypatch.setattr(clock, "time", time_)
     monkeypatch.setattr(owner, "IDLE_S", 0.005)
     monkeypatch.setattr(owner, "EDGES_S", 0.01)
-    monkeypatch.setattr(owner, "CLAIM_PAUSE_S", 0.002)
+    monkeypatch.setattr(clock, "CLAIM_PAUSE_S", 0.002)
     monkeypatch.setattr(ownership, "REOPEN_S", 0.002)
     monkeypatch.setattr(quarantine, "RETRY_FIRST_S", 0.005)
     monkeypatch.setattr(quarantine, "RETRY_MAX_S", 0.01)

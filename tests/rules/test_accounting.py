@@ -29,7 +29,8 @@ from txbroker.contract.service import PrepareRequest
 from txbroker.core.encoding import encode_progress
 from txbroker.core.records import Half, Message, Record, State
 from txbroker.core.snapshot import Capture, find_whole
-from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle, PromotionTxnLost
+from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle
+from txbroker.door.writing import Unknown
 from txbroker.errors import BodyLost, KafkaUnavailable
 from txbroker.proxy.cluster.views import summary
 from txbroker.proxy.partition import owner as owner_module
@@ -544,7 +545,7 @@ async def test_lost_promotion_refuses_nothing(harness: Harness) -> None:
         # In the meantime the target is fixed.
         harness.kafka.set_message_bytes_max("t", 1 << 20)
         harness.door.targets.forget("t")
-        raise PromotionTxnLost
+        raise Unknown
 
     harness.partition.writes.append(lost)
     await commit(owner, id)

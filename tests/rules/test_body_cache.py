@@ -14,7 +14,8 @@ from txbroker.core.encoding import encode_half, encode_kept
 from txbroker.core.promotion import PromotionLimits
 from txbroker.core.records import Cause, CheckReason, Decision, Half, Message, State
 from txbroker.core.transaction import Transaction
-from txbroker.door.protocols import LogTruncated, PromotionTxnLost
+from txbroker.door.protocols import LogTruncated
+from txbroker.door.writing import Unknown
 from txbroker.errors import NotPending, OwnerUnavailable
 from txbroker.proxy.cluster.views import LogNames, summary, view_of
 from txbroker.proxy.partition import body_cache as bodies_module
@@ -555,7 +556,7 @@ async def test_stuck_since_shows_first_failed_promotion(small: BodiesHarness) ->
         tried.append(turn)
         now_s[0] += 10.0
         if len(tried) <= 3:
-            raise PromotionTxnLost("no answer")
+            raise Unknown("no answer")
         return await write(turn)  # type: ignore[arg-type]
 
     small.monkeypatch.setattr(small.door.inner, "write", failing)

@@ -10,23 +10,16 @@ from typing import Any
 import pytest
 
 from txbroker.core.records import RECORD_VERSION, Checkpoint, Claim, Record
-from txbroker.door.protocols import (
-    Claimed,
-    Fenced,
-    Hanging,
-    PartitionDoor,
-    PromotionTxn,
-    PromotionTxnLost,
-    TargetRecord,
-)
+from txbroker.door.protocols import Claimed, Hanging, PartitionDoor, PromotionTxn
+from txbroker.door.writing import Copy, Fenced, Partition, Unknown
 from txbroker.kafka.client.client import Client
-from txbroker.kafka.client.producer import Producer, Stored
+from txbroker.kafka.client.producer import Producer
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.client.shared_writes import SharedWrites
+from txbroker.kafka.client.transaction import TransactionalWriter
 from txbroker.kafka.door.partition import KafkaPartitionDoor
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.schemas import DescribeProducersV0, MetadataV10
-from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.timers import Backoff
 from txbroker.testing.door import MemoryDoor
 from txbroker.testing.memory import MemoryKafka
@@ -74,13 +67,17 @@ class WatchedDoor(KafkaPartitionDoor):
 
     steps: list[str]
 
-    def _producers(self) -> tuple[Producer, Producer]:
+    def _writers(self) -> tuple[TransactionalWriter, TransactionalWriter]:
         self.steps += ["producer a", "producer b"]
-        return Started(self.steps, "a"), Started(self.steps, "b")
+        first, second = super()._writers()
+        for writer, side in ((first, "a"), (second, "b")):
+            started = Started(self.steps, side)
+            writer._new_producer = lambda started=started: started  # type: ignore[method-assign, misc]
+        return first, second
 
-    async def _write_claim(self, producer: Producer, claim: Claim, backoff: Backoff) -> Stored:
+    async def _write_claim(self, writer: TransactionalWriter, claim: Claim) -> int:
         self.steps.append("claim record")
-        return Stored(7, 1)
+        return 7
 
     async def _read_progress(self, claim: Claim) -> Claimed:
         self.steps.append("read")
@@ -172,7 +169,7 @@ class Stepped:
 
 def turn(claim: str) -> PromotionTxn:
     """Return the turn that promotes the only transaction there is."""
-    target = TargetRecord("t", 0, Record(b"k", b"v"))
+    target = Copy("t", 0, Record(b"k", b"v"))
     return PromotionTxn((target,), (), Checkpoint(RECORD_VERSION, claim, 1, 1))
 
 
@@ -181,7 +178,7 @@ async def own(door: PartitionDoor, name: str) -> str:
         claimed = await door.claim(Claim(RECORD_VERSION, name, name, ""))
         if claimed.progress is None:
             await (await door.write(turn(name))).committed()
-    except (Fenced, PromotionTxnLost):
+    except (Fenced, Unknown):
         return "lost"
     return "owner"
 
@@ -191,7 +188,7 @@ async def can_write(door: PartitionDoor, name: str) -> bool:
     empty = PromotionTxn((), (), Checkpoint(RECORD_VERSION, name, 1, 1))
     try:
         await (await door.write(empty)).committed()
-    except (Fenced, PromotionTxnLost):
+    except (Fenced, Unknown):
         return False
     return True
 

@@ -41,14 +41,15 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.routing import make_id, parse_id
-from txbroker.door.protocols import Assignment, Claimed, Fenced, LogTruncated, PromotionTxnLost
+from txbroker.door.protocols import Assignment, Claimed, LogTruncated
+from txbroker.door.writing import Fenced, Unknown
 from txbroker.errors import ConfigurationError, InvariantBroken, KafkaUnavailable, OwnerUnavailable
 from txbroker.kafka.protocol.batch import batch_body, encode_batch
 from txbroker.kafka.protocol.fetched import Fetched
 from txbroker.proxy.cluster.broker import Broker
 from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.testing.door import MemoryPartitionDoor
-from txbroker.testing.memory import LostReply
+from txbroker.testing.topics import LostReply
 
 _NUMBERS = itertools.count()
 
@@ -279,7 +280,7 @@ async def test_damaged_copy_of_refused_stops_partition(harness: Harness) -> None
     await until(lambda: known(owner, id).state is State.REFUSED)
     # An operator deletes half of it.
     harness.kafka.truncate("txbroker.parked", before=1)
-    harness.partition.writes.append(raising(PromotionTxnLost()))
+    harness.partition.writes.append(raising(Unknown()))
     await harness.committed(owner)
     await harness.stopped(InvariantBroken)
     assert id not in harness.events.promotions
@@ -316,7 +317,7 @@ async def test_fenced_owner_drops_moved_partition(harness: Harness) -> None:
 
 
 @pytest.mark.rule(16)
-@pytest.mark.parametrize("error", [Fenced(), PromotionTxnLost(), KafkaUnavailable()])
+@pytest.mark.parametrize("error", [Fenced(), Unknown(), KafkaUnavailable()])
 async def test_owner_in_doubt_reclaims_and_continues(harness: Harness, error: Exception) -> None:
     owner = await harness.owner()
     harness.partition.writes.append(raising(error))
@@ -354,7 +355,7 @@ async def test_heartbeat_comes_before_reclaim(harness: Harness) -> None:
         return True
 
     harness.proxy.still_ours = still_ours  # type: ignore[method-assign]
-    harness.partition.writes.append(raising(PromotionTxnLost()))
+    harness.partition.writes.append(raising(Unknown()))
     id = await harness.committed(owner)
     await until(lambda: harness.visible() == [id])
     assert asked == [1]

@@ -19,7 +19,7 @@ from txbroker.consumer import (
     Reject,
 )
 from txbroker.testing.consuming import MemoryMember
-from txbroker.testing.memory import LostReply
+from txbroker.testing.topics import LostReply
 
 
 class Orders(World):

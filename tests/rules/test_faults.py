@@ -43,15 +43,14 @@ from txbroker.door.protocols import (
     Appended,
     AppendRefused,
     Assignment,
-    Fenced,
     Log,
     LogTruncated,
     NotVisible,
     PromotionTxn,
     PromotionTxnHandle,
-    PromotionTxnLost,
     TargetFacts,
 )
+from txbroker.door.writing import Fenced, Unknown
 from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
 from txbroker.proxy.partition.quarantine import RetryQueue, note_invisible
 from txbroker.testing.door import MemoryPartitionDoor
@@ -190,7 +189,7 @@ async def test_invisible_promotion_does_not_stop_partition(harness: Harness) -> 
     hanging = hold_back(harness, "u")
     unseen = await harness.committed(owner, message("unseen", "u", b"x"))
     await settled()
-    harness.partition.writes.append(raising(PromotionTxnLost("silence")))
+    harness.partition.writes.append(raising(Unknown("silence")))
     id = await harness.committed(owner, message("a"))
     await until(lambda: known(owner, id).state is State.PROMOTED, 2)
     assert known(owner, unseen).state is State.COMMITTED
@@ -216,7 +215,7 @@ async def test_silent_leader_delays_only_its_own(harness: Harness) -> None:
         harness.partition.writes.append(write)
         if silent and any(target.topic == "u" for target in turn.promoted):
             cause = Cause("no_answer", "u-0 does not answer", "u", 0, passing=True)
-            raise PromotionTxnLost("u-0 does not answer", cause)
+            raise Unknown("u-0 does not answer", cause)
         return await inner.write(turn)
 
     harness.partition.writes.append(write)
@@ -299,7 +298,7 @@ async def test_wait_ends_when_claim_finds_refusal(harness: Harness) -> None:
 
     async def unheard(inner: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
         await (await inner.write(turn)).committed()
-        raise PromotionTxnLost("the answer was lost")
+        raise Unknown("the answer was lost")
 
     harness.partition.writes.append(unheard)
     async with asyncio.timeout(2):

@@ -26,24 +26,25 @@ from txbroker.core.records import Cause, Checkpoint, Message, Record, State
 from txbroker.door.protocols import (
     Appended,
     AppendRefused,
-    Fenced,
     Log,
     NotVisible,
     PromotionTxn,
     PromotionTxnHandle,
-    PromotionTxnLost,
-    TargetRecord,
 )
+from txbroker.door.writing import Copy, Fenced, Partition, Unknown
 from txbroker.errors import BadTarget, KafkaUnavailable, Overloaded, TooLarge
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.producer import Producer, ProducerFenced, Stored
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.open_transactions import OpenTransactionGuard
-from txbroker.kafka.door.partition import producers_of
-from txbroker.kafka.door.pipelined_writer import KafkaPromotionTxn, PipelinedTxnWriter
+from txbroker.kafka.door.pipelined_writer import (
+    KafkaPromotionTxn,
+    PipelinedTxnWriter,
+    promotion_writers,
+)
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import Body
-from txbroker.kafka.protocol.transactions import Partition
+from txbroker.kafka.protocol.copies import default_bytes
 from txbroker.net.timers import Backoff
 from txbroker.proxy.partition.targets import TIMESTAMP_AHEAD_MAX_MS, check_timestamps
 from txbroker.testing.door import MemoryPartitionDoor
@@ -56,8 +57,9 @@ def test_transactional_ids_name_installation_and_time_out() -> None:
     settings = KafkaSettings(
         bootstrap_servers=("127.0.0.1:1",), instance_id="one", half_topic="shop.half"
     )
-    producers = producers_of(Client(settings), 7, "p7/")
-    assert [one._transactional_id for one in producers] == ["shop.half-7-a", "shop.half-7-b"]
+    writers = promotion_writers(Client(settings), 7, "p7/", default_bytes)
+    ids = [one.producer._transactional_id for one in writers]
+    assert ids == ["shop.half-7-a", "shop.half-7-b"]
     assert settings.transaction_timeout_s == 15.0
     assert settings.request_timeout_s <= 5.0
 
@@ -78,7 +80,7 @@ async def test_transaction_is_promoted_in_one_txn(harness: Harness) -> None:
 @pytest.mark.rule(13)
 async def test_promotion_is_visible_whole_or_not(harness: Harness) -> None:
     owner = await harness.owner()
-    harness.partition.writes.append(raising(PromotionTxnLost()))
+    harness.partition.writes.append(raising(Unknown()))
     id = await harness.committed(owner, message("a"), message("b", topic="u"))
     await until(lambda: harness.events.promotions == [id])
     assert (harness.visible("t"), harness.visible("u")) == (["a"], ["b"])
@@ -139,7 +141,7 @@ async def test_promotion_ends_after_previous_commit(writers: WriterHarness) -> N
 @pytest.mark.rule(14)
 @pytest.mark.parametrize(
     ("error", "raised"),
-    [(ProducerFenced(), Fenced), (KafkaUnavailable("no answer"), PromotionTxnLost)],
+    [(ProducerFenced(), Fenced), (KafkaUnavailable("no answer"), Unknown)],
 )
 async def test_promotion_after_failed_one_is_not_committed(
     writers: WriterHarness, error: Exception, raised: type[Exception]
@@ -161,10 +163,10 @@ async def test_promotion_after_aborted_one_is_not_committed(writers: WriterHarne
     writers.a.end_now.clear()
     await writers.write(1)
     writers.b.produce_error = KafkaUnavailable("no answer")
-    with pytest.raises(PromotionTxnLost):
+    with pytest.raises(Unknown):
         await writers.write(2)
     writers.b.produce_error = None
-    with pytest.raises(PromotionTxnLost):
+    with pytest.raises(Unknown):
         await writers.write(3)
     assert writers.log.count("a begins") == 1
     writers.a.end_now.set()
@@ -181,13 +183,13 @@ async def test_promotion_waits_for_open_txn_of_its_producer(
     await first.committed()
     # The other producer's records end with its own transactions.
     await writers.write(2)
-    with pytest.raises(PromotionTxnLost, match="has no end marker") as lost:
+    with pytest.raises(Unknown, match="has no end marker") as lost:
         await writers.write(3)
     assert lost.value.cause == writers.open["a"][at]
     assert writers.log.count("a begins") == 1
     assert "a aborts" not in writers.log
     writers.open.clear()
-    with pytest.raises(PromotionTxnLost):
+    with pytest.raises(Unknown):
         await writers.write(3)
 
 
@@ -525,7 +527,7 @@ async def test_rollback_removes_copy(harness: Harness) -> None:
 async def test_copy_of_lost_promotion_is_written_again(harness: Harness) -> None:
     owner = await harness.owner(half_retention_ms=RETENTION_MS)
     id = await harness.prepared(owner)
-    harness.partition.writes.append(raising(PromotionTxnLost()))
+    harness.partition.writes.append(raising(Unknown()))
     harness.advance(0.6 * RETENTION_MS / 1000)
     await until(lambda: harness.parked() == [(f"{id}/0".encode(), True)])
     assert harness.partition.calls.count("claim") == 2
@@ -543,7 +545,7 @@ async def test_copy_of_refused_promotion_is_written_again(harness: Harness) -> N
 
     async def _lost() -> None:
         await held.at_commit.wait()
-        raise PromotionTxnLost
+        raise Unknown
 
     id = await harness.prepared(owner, message("x" * 500))
     harness.kafka.set_message_bytes_max("t", 300)
@@ -563,6 +565,7 @@ class FakeProducer:
     """A producer whose answers a test releases."""
 
     id, epoch = 7, 0
+    transaction_timeout_s = 15.0
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name = name
@@ -617,17 +620,19 @@ class WriterHarness:
             settings=settings, leader=self._leader, known_leader=lambda *_: 1, ask=self._ask
         )
         ended = SimpleNamespace(left_open=self._left_open)
+        writers = promotion_writers(cast(Client, client), 0, "p0/", lambda _: 1000)
+        for each, producer in zip(writers, (self.a, self.b), strict=True):
+            each.producer, each.claimed = cast(Producer, producer), True
         self.writer = PipelinedTxnWriter(
-            cast(Client, client),
+            settings,
             0,
-            (cast(Producer, self.a), cast(Producer, self.b)),
-            lambda _: 1000,
+            writers,
             cast(OpenTransactionGuard, ended),
             StableEnds(cast(Client, client)),
         )
 
     async def write(self, number: int) -> KafkaPromotionTxn:
-        promoted = (TargetRecord("t", 0, Record(b"k", b"v", (), 1)),)
+        promoted = (Copy("t", 0, Record(b"k", b"v", (), 1)),)
         return await self.writer.write(
             PromotionTxn(promoted, (), Checkpoint(1, "c", number, number))
         )

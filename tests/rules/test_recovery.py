@@ -39,13 +39,12 @@ from txbroker.core.records import (
 )
 from txbroker.core.snapshot import is_snapshot
 from txbroker.core.transaction import Transaction
-from txbroker.door.protocols import PromotionTxnLost
+from txbroker.door.writing import Unknown
 from txbroker.errors import RequestError
 from txbroker.proxy.partition import snapshots
 from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.proxy.partition.recovery import Recovered, check_checkpoint, recover
-from txbroker.testing.memory import LostReply
-from txbroker.testing.topics import KafkaTransaction, MemoryPartition
+from txbroker.testing.topics import KafkaTransaction, LostReply, MemoryPartition
 
 STEPS = 80
 LONG = bool(os.environ.get("TXBROKER_TEST_LONG"))
@@ -264,7 +263,7 @@ class Work:
     async def lose(self) -> None:
         """Lose a turn, before or after it took effect."""
         if self.random.random() < 0.5:
-            self.harness.partition.writes.append(raising(PromotionTxnLost()))
+            self.harness.partition.writes.append(raising(Unknown()))
         else:
             outcome = self.random.choice([LostReply.DONE, LostReply.NOT_DONE])
             self.harness.kafka.lose_answer_of_next_commit(outcome)

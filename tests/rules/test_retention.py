@@ -25,7 +25,8 @@ from txbroker.contract.service import PartitionState
 from txbroker.core.encoding import encode_half, encode_kept
 from txbroker.core.promotion import PromotionLimits
 from txbroker.core.records import Claim, MarkerKind, ParkedCopy, Record, Source, State
-from txbroker.door.protocols import Claimed, Hanging, LogTruncated, PromotionTxnLost
+from txbroker.door.protocols import Claimed, Hanging, LogTruncated
+from txbroker.door.writing import Unknown
 from txbroker.errors import KafkaUnavailable, NewerRecord, Overloaded, OwnerUnavailable
 from txbroker.proxy.partition import owner as owner_module
 from txbroker.testing.door import MemoryPartitionDoor
@@ -50,7 +51,7 @@ async def test_deleted_half_in_memory_is_copied(harness: Harness) -> None:
 
 async def test_body_stays_in_memory_until_copied(harness: Harness) -> None:
     owner, id = await harness.new_pending(message("saved"))
-    harness.partition.writes.append(raising(PromotionTxnLost()))
+    harness.partition.writes.append(raising(Unknown()))
     harness.proxy.share = 0
     harness.kafka.truncate("txbroker.half", before=1)
     await until(lambda: id in owner._retention._held)
@@ -268,7 +269,7 @@ async def test_hanging_claim_is_shown_until_it_succeeds(harness: Harness) -> Non
         raise Hanging("an open transaction")
 
     owner = await harness.owner()
-    harness.partition.writes.append(raising(PromotionTxnLost()))
+    harness.partition.writes.append(raising(Unknown()))
     harness.partition.claims.extend([hanging] * 3)
     id = await harness.committed(owner)
     await hangs.wait()

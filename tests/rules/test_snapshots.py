@@ -15,7 +15,7 @@ from txbroker.core import snapshot as core_snapshot
 from txbroker.core.records import Record, State
 from txbroker.core.segment import ROW_BYTES
 from txbroker.core.snapshot import Whole, find_whole, segment_key, segments_in
-from txbroker.door.protocols import PromotionTxnLost
+from txbroker.door.writing import Unknown
 from txbroker.errors import KafkaUnavailable
 from txbroker.proxy.partition import snapshots
 from txbroker.proxy.partition.owner import PartitionOwner
@@ -125,7 +125,7 @@ async def test_lost_promotion_abandons_snapshot(harness: Harness) -> None:
     harness.partition.stores.append(gate.store)
     writing = asyncio.create_task(snapshot(owner))
     await gate.reached.wait()
-    harness.partition.writes.append(raising(PromotionTxnLost()))
+    harness.partition.writes.append(raising(Unknown()))
     await commit(owner, id)
     await until(lambda: harness.visible() == [id])
     gate.open()

@@ -9,11 +9,12 @@ import pytest
 from tests.kit.until import until
 from tests.secure.secure_world import AllowedWorld, SecureKafka
 from txbroker.core.records import Record
-from txbroker.door.consuming import Copy, CopyRefused, StoredOffset, TopicSpec
+from txbroker.door.consuming import StoredOffset, TopicSpec
+from txbroker.door.writing import Copy, Refused
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.acls import AclRole, Resource, Right
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
-from txbroker.kafka.door.group_offsets import GroupOffsets
+from txbroker.kafka.door.group_offsets import CommittedOffsets
 
 
 class Outsider:
@@ -58,18 +59,20 @@ async def test_missing_rights_are_named(world: AllowedWorld) -> None:
         await until(lambda: _sees(door, orders))
         with pytest.raises(ConfigurationError, match=f"read topic {dead}: grant Read"):
             await door.topics([orders, dead])
-        offsets = GroupOffsets(door._client, group, Outsider())
+        offsets = CommittedOffsets(door._client, group, Outsider())
         copy = Copy(dead, 0, Record(b"k", b"v"))
-        with pytest.raises(CopyRefused, match="topic authorization failed") as caught:
+        with pytest.raises(
+            Refused, match="may not be written by this login: grant it Write"
+        ) as caught:
             await offsets.commit({(orders, 0): StoredOffset(1, "")}, [copy])
-        assert caught.value.copies == [copy]
+        assert list(caught.value.indexes) == [0]
         assert await offsets.load([(orders, 0)]) == {}
         await world.allow([right(topic_kind, dead, "Write")])
         await until(lambda: _commits(offsets, orders, copy))
         assert await offsets.load([(orders, 0)]) == {(orders, 0): StoredOffset(1, "")}
         assert [record.value for record in await world.visible(dead)] == [b"v"]
         with pytest.raises(KafkaUnavailable, match="group authorization failed") as refused:
-            await GroupOffsets(door._client, group + "x", Outsider()).load([(orders, 0)])
+            await CommittedOffsets(door._client, group + "x", Outsider()).load([(orders, 0)])
         assert refused.value.lasting
     finally:
         await door.close()
@@ -79,10 +82,10 @@ async def _sees(door: KafkaConsumingDoor, topic: str) -> bool:
     return topic in await door.topics()
 
 
-async def _commits(offsets: GroupOffsets, topic: str, copy: Copy) -> bool:
+async def _commits(offsets: CommittedOffsets, topic: str, copy: Copy) -> bool:
     """Commit, unless the right granted has not reached the broker yet."""
     try:
         await offsets.commit({(topic, 0): StoredOffset(1, "")}, [copy])
-    except CopyRefused:
+    except Refused:
         return False
     return True

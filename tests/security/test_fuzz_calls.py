@@ -61,7 +61,7 @@ from txbroker.door.own_topics import (
     is_layout,
     is_owners,
 )
-from txbroker.door.protocols import Fenced
+from txbroker.door.writing import Fenced
 from txbroker.errors import ConfigurationError, request_errors
 from txbroker.proxy.http.api import operations
 

@@ -12,18 +12,14 @@ import pytest
 from tests.kit.consuming import Consuming, Fetching, shared
 from tests.kit.until import until
 from txbroker.core.records import Record
-from txbroker.door.consuming import (
-    CommitFenced,
-    ConsumingDoor,
-    Copy,
-    Partition,
-    StoredOffset,
-    TopicSpec,
-)
+from txbroker.door.consuming import ConsumingDoor, Partition, StoredOffset, TopicSpec
+from txbroker.door.writing import Copy, Fenced
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.sdk import BlockingTransactionalProducer, Message
 from txbroker.testing.broker import InMemoryBroker
-from txbroker.testing.memory import LostReply, MemoryKafka
+from txbroker.testing.consuming import MemoryConsumingDoor
+from txbroker.testing.memory import MemoryKafka
+from txbroker.testing.topics import LostReply
 
 T0, T1 = ("topic", 0), ("topic", 1)
 
@@ -46,7 +42,7 @@ def memory() -> MemoryKafka:
 
 @pytest.fixture
 async def door(memory: MemoryKafka) -> AsyncIterator[ConsumingDoor]:
-    door = memory.consuming_door()
+    door = MemoryConsumingDoor(memory)
     await door.start()
     yield door
     await door.close()
@@ -145,7 +141,7 @@ async def test_silent_member_keeps_lease_until_its_end(
     assert (first.losses, first.member.owned) == ([], {mine})
     group.expire("first")
     await second.owns(T0, T1)
-    with pytest.raises(CommitFenced):
+    with pytest.raises(Fenced):
         await first.member.commit({mine: StoredOffset(1, "")})
     assert first.losses == []
     group.reconnect("first")

@@ -20,7 +20,7 @@ from txbroker.core.records import Decision, Message, State
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable
 from txbroker.proxy.http import transactions
 from txbroker.proxy.process import Proxy, run_proxy
-from txbroker.testing.memory import LostReply
+from txbroker.testing.topics import LostReply
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from txbroker.core.records import RECORD_VERSION, Checkpoint, Claim, Record
-from txbroker.door.protocols import PromotionTxn, PromotionTxnLost, TargetRecord
+from txbroker.door.protocols import PromotionTxn
+from txbroker.door.writing import Copy, Unknown
 from txbroker.testing.door import MemoryDoor
 from txbroker.testing.memory import MemoryKafka
 
@@ -14,7 +15,7 @@ def claim(name: str) -> Claim:
     return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
 
 
-def turn(op: int, *promoted: TargetRecord) -> PromotionTxn:
+def turn(op: int, *promoted: Copy) -> PromotionTxn:
     return PromotionTxn(promoted, (), Checkpoint(RECORD_VERSION, "mine", op, op))
 
 
@@ -32,12 +33,10 @@ async def test_expired_transactional_ids_lead_to_a_claim() -> None:
     await (await partition.write(turn(1))).visible()
     kafka.forget_transactional_ids()
     for _ in range(2):
-        with pytest.raises(PromotionTxnLost):
-            await partition.write(turn(2, TargetRecord("target", 0, Record(b"lost", b""))))
+        with pytest.raises(Unknown):
+            await partition.write(turn(2, Copy("target", 0, Record(b"lost", b""))))
     assert (await partition.claim(claim("again"))).progress == turn(1).progress
-    await (
-        await partition.write(turn(2, TargetRecord("target", 0, Record(b"seen", b""))))
-    ).visible()
+    await (await partition.write(turn(2, Copy("target", 0, Record(b"seen", b""))))).visible()
     assert [record.key for record in kafka.visible("target")] == [b"seen"]
 
 

@@ -34,7 +34,8 @@ from txbroker.core.consuming.copies import (
     spread,
 )
 from txbroker.core.records import Record
-from txbroker.door.consuming import EARLIEST, LATEST, Copy, Fetcher, Partition
+from txbroker.door.consuming import EARLIEST, LATEST, Fetcher, Partition
+from txbroker.door.writing import Copy
 from txbroker.error_text import safe_repr
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint

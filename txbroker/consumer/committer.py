@@ -17,7 +17,8 @@ from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import Work
 from txbroker.consumer.stores.pending import Pending, PendingCopies
 from txbroker.core.consuming.position import METADATA_LENGTH_MAX
-from txbroker.door.consuming import CommitFenced, Copy, CopyRefused, Partition, StoredOffset
+from txbroker.door.consuming import Partition, StoredOffset
+from txbroker.door.writing import Copy, Fenced, Refused
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.failpoints import failpoint
@@ -270,7 +271,7 @@ class Committer:
                 if not (self._before or self.copies.count):
                     await asyncio.sleep(_REST_S)
             except KafkaUnavailable as error:
-                if isinstance(error, CommitFenced):
+                if isinstance(error, Fenced):
                     self._engine.counts["fenced"] += 1
                 failures += 1
                 log.warning("positions not stored", error=safe_repr(error), attempt=failures)
@@ -317,7 +318,7 @@ class Committer:
             self._now.clear()
             self._due_at = self._max
             if any(work.lease.ended(self._loop.time()) for work in self._dirty):
-                raise CommitFenced("the lease has ended: nothing is stored")
+                raise Fenced("the lease has ended: nothing is stored")
             if self._unknown is not None and await self._is_stored(self._unknown):
                 stored, self._unknown = self._unknown, None
                 self._finish(stored)
@@ -325,25 +326,22 @@ class Committer:
                 return
             self._unknown = None
             round_ = self._begin()
+            pendings = [each for some in round_.pending.values() for each in some]
             try:
                 fenced: Collection[Partition] = ()
                 if round_.offsets:
                     self._unknown = (
                         round_ if round_.pending and not self._traits.repeatable else None
                     )
-                    copies = [
-                        copy
-                        for pendings in round_.pending.values()
-                        for each in pendings
-                        for copy in each.copies
-                    ]
+                    copies = [copy for each in pendings for copy in each.copies]
                     failpoint("consumer.committing")
                     fenced = await self._commit(round_.offsets, copies)
                     failpoint("consumer.committed")
-            except CopyRefused as error:
+            except Refused as error:
                 self._unknown = None
-                self._refuse(round_, error)
-            except CommitFenced:
+                self._refuse(pendings, error)
+                self._again(round_)
+            except Fenced:
                 self._unknown = None
                 self._again(round_)
                 raise
@@ -426,25 +424,29 @@ class Committer:
             if work in self._engine.works:
                 self.changed(work, 0)
 
-    def _refuse(self, round_: _Round, error: CopyRefused) -> None:
+    def _refuse(self, pendings: Sequence[Pending], error: Refused) -> None:
         """Store something else in place of refused copies, or give back the messages of their
-        partitions."""
-        refused = set(map(id, error.copies))
-        for work, pendings in round_.pending.items():
-            for each in pendings if work in self._engine.works else ():
-                if refused.isdisjoint(map(id, each.copies)):
-                    continue
-                others: Sequence[Copy] | None = None
-                if each.owner is not None:
-                    others = each.owner.refused(each, error)
-                if others is None:
-                    self._give_back(work, str(error))
-                    break
-                if others:
-                    self.copies.replace(each, others)
-                else:
-                    self.copies.remove(work, [each])
-        self._again(round_)
+        partitions.
+
+        Args:
+            pendings: of the round, in the order of its copies.
+        """
+        refused, gone, end = set(error.indexes), set[Work](), 0
+        for each in pendings:
+            work, begin, end = each.work, end, end + len(each.copies)
+            mine = [index - begin for index in range(begin, end) if index in refused]
+            if not mine or work in gone or work not in self._engine.works:
+                continue
+            others: Sequence[Copy] | None = None
+            if each.owner is not None:
+                others = each.owner.refused(each, Refused(mine, error.cause))
+            if others is None:
+                self._give_back(work, str(error))
+                gone.add(work)
+            elif others:
+                self.copies.replace(each, others)
+            else:
+                self.copies.remove(work, [each])
 
     def _give_back(self, work: Work, why: str) -> None:
         """Let the messages of a partition be handled again later, and store copies of no message

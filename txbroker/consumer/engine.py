@@ -27,7 +27,8 @@ from txbroker.core.consuming.failure import (
 )
 from txbroker.core.consuming.queues import Lane, Order, Queues
 from txbroker.core.records import Record
-from txbroker.door.consuming import Copy, Partition
+from txbroker.door.consuming import Partition
+from txbroker.door.writing import Copy
 from txbroker.error_text import safe_repr
 from txbroker.errors import KafkaUnavailable
 

@@ -38,7 +38,7 @@ from txbroker.core.consuming.failure import (
     Verdict,
 )
 from txbroker.core.consuming.queues import Queues
-from txbroker.door.consuming import Copy, CopyRefused
+from txbroker.door.writing import Copy, Refused
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -221,7 +221,7 @@ class _Copied:
         else:
             self._results.end(pending.message, stored=True)
 
-    def refused(self, pending: Pending, error: CopyRefused) -> Sequence[Copy] | None:
+    def refused(self, pending: Pending, error: Refused) -> Sequence[Copy] | None:
         if not error.too_large or not self._name.startswith("retry_"):
             return _smaller(self._results, pending, error, keyed=self._name == "aside")
         # An attempt needs the whole message.
@@ -258,7 +258,7 @@ class _Outputs:
             self._results.handled += 1
         self._results.settled(pending.message, stored=True)
 
-    def refused(self, pending: Pending, error: CopyRefused) -> Sequence[Copy] | None:
+    def refused(self, pending: Pending, error: Refused) -> Sequence[Copy] | None:
         if pending.replaced:
             return _smaller(self._results, pending, error, keyed=False)
         assert pending.message is not None
@@ -272,15 +272,15 @@ class _Outputs:
 
 
 def _smaller(
-    results: Results, pending: Pending, error: CopyRefused, *, keyed: bool
+    results: Results, pending: Pending, error: Refused, *, keyed: bool
 ) -> Sequence[Copy] | None:
     """Return the copies with less of their message where a topic takes only smaller ones; None:
     they are refused for another reason, or nothing more can be left out."""
-    refused = set(map(id, error.copies)) if error.too_large else ()
+    refused = error.indexes if error.too_large else ()
     found = [
         Copy(each.topic, each.partition, record)
-        for each in pending.copies
-        if (record := smaller(each.record, keyed=keyed) if id(each) in refused else each.record)
+        for n, each in enumerate(pending.copies)
+        if (record := smaller(each.record, keyed=keyed) if n in refused else each.record)
     ]
     if not refused or len(found) < len(pending.copies):
         return None

@@ -24,7 +24,8 @@ from txbroker.core.consuming.position import (
 )
 from txbroker.core.consuming.queues import Order, PartitionQueue, lane_key_of
 from txbroker.core.records import NO_HEADERS, Record
-from txbroker.door.consuming import Copy, StoredOffset
+from txbroker.door.consuming import StoredOffset
+from txbroker.door.writing import Copy
 from txbroker.errors import TxbrokerError
 
 if TYPE_CHECKING:

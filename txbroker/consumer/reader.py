@@ -27,7 +27,6 @@ from txbroker.core.consuming.position import (
 )
 from txbroker.core.records import Record
 from txbroker.door.consuming import (
-    CommitFenced,
     ConsumingDoor,
     Fetcher,
     FetchingEnded,
@@ -36,6 +35,7 @@ from txbroker.door.consuming import (
     Partition,
     TopicIdentity,
 )
+from txbroker.door.writing import Fenced
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.failpoints import failpoint
@@ -261,7 +261,7 @@ class Reader:
                     return
                 failures += 1
                 log.warning("partitions not claimed", error=safe_repr(error), attempt=failures)
-                pause_s = _FENCED_PAUSE_S if isinstance(error, CommitFenced) else _PAUSE_S
+                pause_s = _FENCED_PAUSE_S if isinstance(error, Fenced) else _PAUSE_S
                 pause_s = grown_pause_s(failures, pause_s, _PAUSE_MAX_S)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), pause_s)
@@ -296,7 +296,7 @@ class Reader:
         for work in works if not self._options.before else ():
             work.begin_start(self._options.commit.max_batch)
         if await self._store.commit({work.place: work.stored() for work in works}):
-            raise CommitFenced("another consumer has taken partitions over meanwhile")
+            raise Fenced("another consumer has taken partitions over meanwhile")
         self._committer.try_again()
         failpoint("consumer.claimed")
         try:

@@ -8,51 +8,19 @@ runs on both. Every method that asks Kafka raises `KafkaUnavailable` if it does 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
 from txbroker.core.records import Cause, Record
+from txbroker.door.writing import Copy, PositionRecord, Writer
 from txbroker.errors import KafkaUnavailable
-
-if TYPE_CHECKING:
-    from txbroker.door.delivering import DeliveryWriter
 
 Partition: TypeAlias = tuple[str, int]
 """Topic and partition number."""
 
 EARLIEST, LATEST = -2, -1
 """Where a partition begins, and its last stable offset: times for `ConsumingDoor.offsets`."""
-
-
-class CommitFenced(KafkaUnavailable):
-    """The group coordinator refused a commit: this member's generation has ended, or another
-    process uses its instance id. Nothing of the commit was stored."""
-
-
-class CopyRefused(KafkaUnavailable):
-    """A broker refused copies, and so the whole commit: nothing of it was stored.
-
-    Attributes:
-        copies: refused ones, at least one. Of the others some may be refused next time.
-        too_large: they are larger than their topic takes.
-        passing: waiting can help, see `Cause`: the topic is at fault, not the copies.
-    """
-
-    lasting = True
-
-    def __init__(
-        self,
-        message: str,
-        copies: Sequence[Copy],
-        *,
-        too_large: bool = False,
-        passing: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.copies = copies
-        self.too_large = too_large
-        self.passing = passing
 
 
 class StoreUnavailable(KafkaUnavailable):
@@ -79,14 +47,6 @@ class StoredOffset(NamedTuple):
 
     offset: int
     metadata: str
-
-
-class Copy(Struct, frozen=True, gc=False):
-    """A record to write within a commit, for example to a dead-letter topic."""
-
-    topic: str
-    partition: int
-    record: Record
 
 
 class TopicIdentity(NamedTuple):
@@ -168,8 +128,8 @@ class GroupMember(Protocol):
         one Kafka transaction, or not at all. Calls may overlap.
 
         Raises:
-            CommitFenced
-            CopyRefused
+            Fenced: this member's generation has ended, or another process uses its instance id.
+            Refused
             KafkaUnavailable: the result is unknown. It is known before the next `load` returns.
         """
 
@@ -294,18 +254,16 @@ class ConsumingDoor(Protocol):
         """Append records to topics of a group in one Kafka transaction: all or none.
 
         Raises:
-            CopyRefused
+            Refused
             KafkaUnavailable: the result is unknown. An open transaction ends by its timeout.
         """
 
-    def delivery_writer(
-        self, transactional_id: str, topic: str, key: str, *, take: bool = False
-    ) -> DeliveryWriter:
-        """Return the writer of a relay, which has to be claimed.
+    def writer(
+        self, transactional_id: str, position: PositionRecord, *, take: bool = False
+    ) -> Writer:
+        """Return a writer, which has to be claimed.
 
         Args:
-            topic: the compacted topic of positions, of one partition.
-            key: of this writer's positions.
             take: where no position is proved, take the newest record of any client.
         """
 

@@ -25,7 +25,8 @@ from txbroker.core.encoding import CLAIM_KEY, ID_HEADER, PROGRESS_KEY, SKIPS
 from txbroker.core.records import Checkpoint, Claim, Record, Skip
 from txbroker.core.routing import parse_id
 from txbroker.core.snapshot import CLOSING_KEYS, closing_key, find_whole
-from txbroker.door.protocols import Claimed, Fenced, ForeignRecord
+from txbroker.door.protocols import Claimed, ForeignRecord
+from txbroker.door.writing import Fenced
 from txbroker.errors import ConfigurationError, InvariantBroken, NewerRecord
 
 LAYOUT_KEY = b"\tlayout"

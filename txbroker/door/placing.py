@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from txbroker.core.records import NO_HEADERS, Cause, Message, Record
 from txbroker.core.routing import murmur2
-from txbroker.door.consuming import Copy
+from txbroker.door.writing import Copy
 from txbroker.errors import TxbrokerError
 
 _KNOWN_S = 30.0
@@ -37,11 +37,13 @@ class Refusal(NamedTuple):
     """Why a message cannot be written.
 
     Attributes:
-        message: the same object that was to be written.
+        number: of the message among those that were to be written, from 0; of a relay, in its
+            delivery.
         cause: as a sentence.
         remedy: what can end it.
     """
 
+    number: int
     message: Message
     cause: str
     remedy: Remedy = Remedy.RETRIES
@@ -57,6 +59,10 @@ class MessagesRefused(TxbrokerError):
     def __init__(self, refusals: Sequence[Refusal]) -> None:
         super().__init__(refusals[0].cause)
         self.refusals = refusals
+
+    def after(self, count: int) -> MessagesRefused:
+        """Return the error of messages that follow `count` others."""
+        return MessagesRefused([one._replace(number=count + one.number) for one in self.refusals])
 
 
 class Placing:
@@ -87,7 +93,7 @@ class Placing:
             and what the look for a topic's partitions raises.
         """
         now_s, copies, refusals = self._now_s(), [], []
-        for message in messages:
+        for index, message in enumerate(messages):
             topic, key, partition = message.topic, message.key, message.partition
             until_s, count = self._known.get(topic, _UNKNOWN)
             if now_s >= until_s:
@@ -96,7 +102,7 @@ class Placing:
                 self._known[topic] = now_s + kept_s, count
             if isinstance(count, Cause):
                 remedy = Remedy.NONE if count.code == "reserved" else Remedy.WAITING
-                refusals.append(Refusal(message, count.message, remedy))
+                refusals.append(Refusal(index, message, count.message, remedy))
                 continue
             if partition is None:
                 if key is None:
@@ -106,7 +112,7 @@ class Placing:
                     partition = (_known_hash(key) if known else murmur2(key)) % count
             elif not 0 <= partition < count:
                 cause = f"topic {topic} has {count} partitions, and no partition {partition}"
-                refusals.append(Refusal(message, cause, Remedy.WAITING))
+                refusals.append(Refusal(index, message, cause, Remedy.WAITING))
                 continue
             time_ms = timestamp_ms if message.timestamp_ms is None else message.timestamp_ms
             headers = tuple(message.headers) if message.headers else NO_HEADERS

@@ -1,9 +1,9 @@
 """The door: what a proxy needs of Kafka, as small protocols.
 
 `txbroker.kafka` implements them on a real Kafka, `txbroker.testing` in memory; one contract suite
-runs on both. Implementations raise only the errors defined here and `KafkaUnavailable`, never an
-exception of a Kafka client. Every method that asks Kafka raises `KafkaUnavailable` if it does not
-answer.
+runs on both. Implementations raise only the errors defined here, those of `txbroker.door.writing`
+and `KafkaUnavailable`, never an exception of a Kafka client. Every method that asks Kafka raises
+`KafkaUnavailable` if it does not answer.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from msgspec import Struct
 
 from txbroker.core.records import Cause, Checkpoint, Claim, Record, Skip
+from txbroker.door.writing import Copy, Fenced, Refused, Unknown
 from txbroker.errors import KafkaUnavailable, TxbrokerError
 
 
@@ -26,32 +27,6 @@ class AppendUnknown(TxbrokerError):
 
 class LogTruncated(TxbrokerError):
     """The log begins after, or ends before, an offset that was read or written already."""
-
-
-class Fenced(TxbrokerError):
-    """Another owner has claimed the partition since."""
-
-
-class PromotionTxnLost(TxbrokerError):
-    """The result is unknown, or the producers are unusable: only a new claim shows it.
-
-    `cause` names the target partition that did not answer, where it was one of those.
-    """
-
-    def __init__(self, message: str | None = None, cause: Cause | None = None) -> None:
-        super().__init__(message)
-        self.cause = cause
-
-
-class PromotionTxnRefused(TxbrokerError):
-    """The broker refused a record; nothing of the promotion transaction becomes visible.
-
-    The writer is unusable until the partition is claimed again.
-    """
-
-    def __init__(self, cause: Cause) -> None:
-        super().__init__(cause.message)
-        self.cause = cause
 
 
 class Hanging(KafkaUnavailable):
@@ -121,18 +96,10 @@ class Log(Protocol):
         """
 
 
-class TargetRecord(NamedTuple):
-    """A record to promote, and its target partition."""
-
-    topic: str
-    partition: int
-    record: Record
-
-
 class PromotionTxn(Struct, frozen=True):
     """What becomes visible together: promoted records, parked copies and the checkpoint."""
 
-    promoted: tuple[TargetRecord, ...]
+    promoted: tuple[Copy, ...]
     parked: tuple[Record, ...]
     progress: Checkpoint
 
@@ -149,7 +116,7 @@ class PromotionTxnHandle(Protocol):
         """Wait until the commit is acknowledged.
 
         Raises:
-            Fenced, PromotionTxnLost: claim again; the progress shows whether it was committed.
+            Fenced, Unknown: claim again; the progress shows whether it was committed.
         """
 
     async def visible(self) -> None:
@@ -206,7 +173,7 @@ class PartitionDoor(Protocol):
     async def claim(self, claim: Claim) -> Claimed:
         """Fence all earlier owners, write the claim record, then read the newest checkpoint.
 
-        Also recovers from `Fenced`, `PromotionTxnLost` and `PromotionTxnRefused`: it creates new
+        Also recovers from `Fenced`, `Unknown` and `Refused`: it creates new
         producers.
 
         Raises:
@@ -256,8 +223,8 @@ class PartitionDoor(Protocol):
         Its commit continues in the background, after that of the previous one.
 
         Raises:
-            PromotionTxnRefused: a record was refused; everything is aborted.
-            Fenced, PromotionTxnLost: claim again.
+            Refused: a record was refused; everything is aborted.
+            Fenced, Unknown: claim again.
         """
 
     async def close(self) -> None:
@@ -457,22 +424,22 @@ def begin_commit(commit: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 
 async def commit_outcome(commit: asyncio.Task[None]) -> None:
-    """Wait for a commit, and raise Fenced or PromotionTxnLost if it failed. Several callers may
+    """Wait for a commit, and raise Fenced or Unknown if it failed. Several callers may
     wait; cancelling one does not stop the commit."""
     try:
         await asyncio.shield(commit)
     except asyncio.CancelledError:
         if commit.cancelled():
-            raise PromotionTxnLost("the partition's door was closed") from None
+            raise Unknown("the partition's door was closed") from None
         raise
 
 
 def raised_again(
-    error: Fenced | PromotionTxnLost | PromotionTxnRefused,
-) -> Fenced | PromotionTxnLost | PromotionTxnRefused:
+    error: Fenced | Unknown | Refused,
+) -> Fenced | Unknown | Refused:
     """Return an equal exception; raising one object twice would accumulate tracebacks."""
-    if isinstance(error, PromotionTxnRefused):
-        return PromotionTxnRefused(error.cause)
+    if isinstance(error, Refused):
+        return Refused(error.indexes, error.cause)
     return type(error)(str(error))
 
 

@@ -3,6 +3,7 @@
 from txbroker.core.records import Decision, Message
 from txbroker.databases.outbox.rows import Prepared
 from txbroker.relay.outbox import Outbox
-from txbroker.relay.relay import Relay, StillWaiting
+from txbroker.relay.relay import Relay
+from txbroker.relay.settings import StillWaiting
 
 __all__ = ["Decision", "Message", "Outbox", "Prepared", "Relay", "StillWaiting"]

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Collection, Sequence
 from functools import partial
 from threading import Semaphore
-from typing import TYPE_CHECKING
 
 import structlog
 
@@ -37,9 +36,7 @@ from txbroker.databases.sessions import in_thread
 from txbroker.errors import BadRequest, ConfigurationError, TxbrokerError
 from txbroker.relay.outbox_source import message_of
 from txbroker.relay.sessions import DatabaseThread
-
-if TYPE_CHECKING:
-    from txbroker.relay.relay import RelaySettings
+from txbroker.relay.settings import RelaySettings
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 

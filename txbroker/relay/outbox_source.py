@@ -39,8 +39,8 @@ from txbroker.databases.outbox.waiting import (
     WaitingRows,
 )
 from txbroker.databases.steps import Steps
-from txbroker.door.delivering import WriterFenced
 from txbroker.door.placing import MessagesRefused, Refusal, Remedy
+from txbroker.door.writing import Fenced
 from txbroker.errors import BadRequest, ConfigurationError
 from txbroker.relay.sessions import DatabaseThread, RowsLocked
 from txbroker.relay.source import Delivery
@@ -125,8 +125,6 @@ class OutboxDelivery(Delivery):
         self.pages: list[Page] = []
         self._ends: list[Sequence[int]] = []
         """Of the pieces of each page."""
-        self._recent: list[tuple[Sequence[Message], Sequence[int]]] = []
-        """Messages that may still be refused, and the positions of their rows."""
 
     def add(self, rows: Sequence[WaitingRow]) -> None:
         """Add a page."""
@@ -145,11 +143,11 @@ class OutboxDelivery(Delivery):
 
     async def pieces(self) -> AsyncIterator[Sequence[Message]]:
         """See `Delivery.pieces`."""
+        count = 0
         for page, ends in zip(self.pages, self._ends, strict=True):
             positions, begin, digest = page.positions(), 0, sha256()
             for end in ends:
-                of_piece = positions[begin:end]
-                rows = await self._source.fetch(of_piece)
+                rows = await self._source.fetch(positions[begin:end])
                 if len(rows) != end - begin:
                     await self._source.check_owned()  # a successor may have deleted them
                     raise DatabaseUnavailable(
@@ -160,20 +158,16 @@ class OutboxDelivery(Delivery):
                 for row in rows:
                     digest.update(_line(row.id))
                 messages, refusals = self._source.messages(rows)
-                self._recent = [*self._recent[-1:], (messages, of_piece)]
                 if refusals:
-                    raise MessagesRefused(refusals)
+                    raise MessagesRefused(refusals).after(count)
+                count += len(messages)
                 yield messages
             page.digest = digest.hexdigest()
 
     def positions_of(self, refusals: Iterable[Refusal]) -> list[int]:
         """Return the positions of refused rows."""
-        known = {
-            id(message): position
-            for messages, positions in self._recent
-            for message, position in zip(messages, positions, strict=True)
-        }
-        return [known[id(each.message)] for each in refusals]
+        positions = [*self.positions]
+        return [positions[each.number] for each in refusals]
 
 
 class OutboxSource:
@@ -238,7 +232,7 @@ class OutboxSource:
         may have rows in flight that this one would give up or let wait.
 
         Raises:
-            WriterFenced
+            Fenced
         """
 
         return await self._thread.transaction(self._checked(steps))
@@ -246,13 +240,13 @@ class OutboxSource:
     def _checked(self, steps: Callable[[], Steps[T]]) -> Callable[[], Steps[T]]:
         def checked() -> Steps[T]:
             if not (yield from self._owned()):
-                raise WriterFenced("another relay has taken the lease of the shard")
+                raise Fenced("another relay has taken the lease of the shard")
             return (yield from steps())
 
         return checked
 
     async def check_owned(self) -> None:
-        """Raise WriterFenced if another relay has the shard."""
+        """Raise Fenced if another relay has the shard."""
         await self._change(_nothing)
 
     def _last(self, position: bytes) -> OutboxPosition:
@@ -449,12 +443,12 @@ class OutboxSource:
         """Return the messages of rows, and which are none: another program has written what no
         message can be."""
         messages, refusals = [], []
-        for row in rows:
+        for index, row in enumerate(rows):
             try:
                 message = message_of(row, (self._installation, (ID_HEADER, row.id.encode())))
             except (TypeError, ValueError, BadRequest) as error:
                 message = Message(str(readable(row.topic)))
-                refusals.append(Refusal(message, f"the row holds no message: {error}"))
+                refusals.append(Refusal(index, message, f"the row holds no message: {error}"))
             messages.append(message)
         return messages, refusals
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import structlog
 
 from txbroker.databases.database import DatabaseUnavailable
-from txbroker.door.delivering import WriterFenced
 from txbroker.door.placing import MessagesRefused
+from txbroker.door.writing import Fenced
 from txbroker.error_text import safe_repr
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
@@ -80,7 +80,7 @@ class Pump:
 
         Raises:
             ConfigurationError: the source cannot go on.
-            WriterFenced: another pump has claimed the position.
+            Fenced: another pump has claimed the position.
         """
         with contextlib.suppress(_Stopped):
             while not self._stopping:
@@ -98,7 +98,7 @@ class Pump:
             while not self._stopping:
                 await self._deliver()
                 self._failures = 0
-        except WriterFenced:
+        except Fenced:
             raise
         except (KafkaUnavailable, DatabaseUnavailable, DeliveryRefused) as error:
             self._events.failed(error)

@@ -21,13 +21,13 @@ from txbroker.net.tasks import Background
 from txbroker.relay.connections import open_door
 from txbroker.relay.metrics import RelayFigures
 from txbroker.relay.sessions import DatabaseThread
+from txbroker.relay.settings import RelaySettings, StillWaiting
 from txbroker.relay.shard_pumps import ShardPumps
 from txbroker.relay.shards import Shards, process_name
 
 if TYPE_CHECKING:
     from txbroker.relay.checks import OutboxChecks
     from txbroker.relay.outbox import Outbox
-    from txbroker.relay.relay import RelaySettings
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -192,8 +192,6 @@ class RunningRelay:
 
     async def drain(self, timeout_s: float) -> None:
         """See `Relay.drain`."""
-        from txbroker.relay.relay import StillWaiting
-
         rows, now_s = WaitingRows(self._database.dialect), asyncio.get_running_loop().time
         end_s, pause_s = now_s() + timeout_s, _DRAIN_PAUSE_S
         while True:

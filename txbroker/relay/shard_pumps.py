@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 from txbroker.databases.outbox.leases import Leases, RelayIdentity, rows_of_shard
 from txbroker.databases.outbox.waiting import WaitingRows
 from txbroker.door.consuming import ConsumingDoor
+from txbroker.door.writing import PositionRecord
 from txbroker.relay.outbox_source import OutboxSource, Retries, decode_position, name_taken
 from txbroker.relay.pump import Pump, PumpEvents
 from txbroker.relay.sessions import DatabaseThread
+from txbroker.relay.settings import RelaySettings
 from txbroker.relay.sink import RelaySink
 from txbroker.relay.wakeups import wakeups
 
 if TYPE_CHECKING:
     from txbroker.relay.outbox import Outbox
-    from txbroker.relay.relay import RelaySettings
 
 
 class ShardPumps:
@@ -61,10 +62,9 @@ class ShardPumps:
     async def _parts(self, shard: int) -> tuple[RelaySink, OutboxSource]:
         named, settings, database = self._named, self._settings, self._outbox.database
         topic = settings.positions
-        writer = self._door.delivery_writer(
+        writer = self._door.writer(
             f"{topic}.{named.relay}.{shard}",
-            topic,
-            self._key(shard),
+            PositionRecord(topic, self._key(shard)),
             take=settings.take_position,
         )
         stored = await writer.look()

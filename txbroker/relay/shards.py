@@ -16,7 +16,7 @@ from msgspec import Struct
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.outbox.leases import Lease, Leases
 from txbroker.databases.outbox.table import SHARDS_MAX
-from txbroker.door.delivering import WriterFenced
+from txbroker.door.writing import Fenced
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.relay.pump import Pump
@@ -128,7 +128,7 @@ class Shards:
     async def _run(self, shard: int, pump: Pump) -> None:
         try:
             await pump.run()
-        except WriterFenced as error:
+        except Fenced as error:
             log.warning("shard taken by another relay", shard=shard, error=str(error))
             now_s = asyncio.get_running_loop().time()
             recent = [

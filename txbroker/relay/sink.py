@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import count as counting
 
 from txbroker.core.records import Message
-from txbroker.door.consuming import ConsumingDoor, CopyRefused
-from txbroker.door.delivering import DeliveryWriter
+from txbroker.door.consuming import ConsumingDoor
 from txbroker.door.placing import MessagesRefused, Placing, Refusal, Remedy
+from txbroker.door.writing import Refused, Writer
 from txbroker.errors import TxbrokerError
 
 _KAFKAS_TIME = -1
@@ -22,42 +22,52 @@ class RelaySink:
         prefix: of txbroker's own topics, to which no message may go.
     """
 
-    def __init__(self, door: ConsumingDoor, writer: DeliveryWriter, prefix: str) -> None:
+    def __init__(self, door: ConsumingDoor, writer: Writer, prefix: str) -> None:
         self._writer = writer
         self._placing = Placing(door.target, prefix)
         self._turns = counting()
+        self._count = 0
+        """Messages of the delivery, up to now."""
         self._written: dict[int, Message] = {}
-        """The last messages by the identity of their record: the writer may still refuse them."""
+        """The last messages by their index: the writer may still refuse them."""
 
     async def claim(self) -> bytes | None:
-        """Fence earlier writers and return the stored position; see `DeliveryWriter.claim`."""
-        self._written.clear()
+        """Fence earlier writers and return the stored position; see `Writer.claim`."""
+        self._begin()
         return await self._writer.claim()
+
+    def _begin(self) -> None:
+        self._count, self._written = 0, {}
 
     async def write(self, messages: Sequence[Message]) -> None:
         """Add messages to the open transaction.
 
         Raises:
             MessagesRefused: abort the transaction.
-            KafkaUnavailable: see `DeliveryWriter.write`.
+            KafkaUnavailable: see `Writer.write`.
         """
-        copies = await self._placing.copies(messages, next(self._turns), _KAFKAS_TIME)
-        written = {id(copy.record): each for copy, each in zip(copies, messages, strict=True)}
+        first = self._count
+        try:
+            copies = await self._placing.copies(messages, next(self._turns), _KAFKAS_TIME)
+        except MessagesRefused as error:
+            raise error.after(first) from None
+        written = dict(enumerate(messages, first))
+        self._count += len(messages)
         try:
             await self._writer.write(copies)
-        except CopyRefused as error:
+        except Refused as error:
             self._written |= written
             raise self._refused(error) from None
         # The earlier ones are in Kafka. A delivery may be larger than the memory.
         self._written = written
 
     async def abort(self) -> None:
-        """Drop the written messages of a delivery; see `DeliveryWriter.abort`."""
-        self._written.clear()
+        """Drop the written messages of a delivery; see `Writer.abort`."""
+        self._begin()
         await self._writer.abort()
 
     async def commit(self, position: bytes) -> None:
-        """Commit the messages with a position; see `DeliveryWriter.commit`.
+        """Commit the messages with a position; see `Writer.commit`.
 
         Raises:
             MessagesRefused: the transaction is aborted.
@@ -65,13 +75,12 @@ class RelaySink:
         """
         try:
             await self._writer.commit(position)
-        except CopyRefused as error:
+        except Refused as error:
             raise self._refused(error) from None
-        self._written.clear()
+        self._begin()
 
-    def _refused(self, error: CopyRefused) -> TxbrokerError:
-        found = [self._written.get(id(copy.record)) for copy in error.copies]
-        self._written.clear()
-        remedy = Remedy.WAITING if error.passing else Remedy.RETRIES
-        refusals = [Refusal(message, str(error), remedy) for message in found if message]
+    def _refused(self, error: Refused) -> TxbrokerError:
+        remedy = Remedy.WAITING if error.of_topic else Remedy.RETRIES
+        refusals = [Refusal(n, self._written[n], str(error), remedy) for n in error.indexes]
+        self._begin()
         return MessagesRefused(refusals) if refusals else error

@@ -15,8 +15,8 @@ from txbroker.door.consuming import ConsumingDoor
 from txbroker.errors import TxbrokerError, needs
 from txbroker.testing.consuming import MemoryConsumingDoor
 from txbroker.testing.door import MemoryDoor
-from txbroker.testing.memory import LostReply, MemoryKafka
-from txbroker.testing.topics import MESSAGE_BYTES_MAX
+from txbroker.testing.memory import MemoryKafka
+from txbroker.testing.topics import MESSAGE_BYTES_MAX, LostReply
 
 with needs("proxy"):
     from txbroker.config.settings import DAY_S, Settings

@@ -18,15 +18,13 @@ import itertools
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from txbroker.core.consuming.assignment import Subscription
 from txbroker.core.records import Cause, Record
 from txbroker.door.consuming import (
     EARLIEST,
     LATEST,
-    CommitFenced,
-    Copy,
     Deliver,
     Fetcher,
     FetchFailed,
@@ -39,21 +37,19 @@ from txbroker.door.consuming import (
     TopicIdentity,
     TopicSpec,
 )
-from txbroker.door.delivering import DeliveryWriter
 from txbroker.door.owners import own_by_name, owner_of, unknown_target
+from txbroker.door.writing import Copy, Fenced, GroupOffsets, PositionRecord, Refused, Writer
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.testing.delivering import MemoryDeliveryWriter
-from txbroker.testing.groups import MemoryGroup, Seat, store_copies
+from txbroker.testing.groups import Seat
 from txbroker.testing.members import CUT_OFF
 from txbroker.testing.memory import MemoryKafka
 from txbroker.testing.topics import (
     MESSAGE_BYTES_MAX,
-    KafkaTransaction,
     MemoryEvidence,
     MemoryPartition,
-    RecordRefused,
     valid_name,
 )
+from txbroker.testing.writer import MemoryWriter
 
 _PIECE_RECORDS = 500
 _SETTLED_POLL_S = 0.01
@@ -189,8 +185,9 @@ class MemoryConsumingDoor:
     def member(
         self, group: str, instance: str | None, listener: MemberListener, **timing: Any
     ) -> GroupMember:
-        made = self._kafka.group(group)
-        return MemoryMember(self._home, made, instance, listener, MemoryTiming(**timing))
+        return MemoryMember(
+            self._home, self._kafka, group, instance, listener, MemoryTiming(**timing)
+        )
 
     def fetcher(self, deliver: Deliver, failed: FetchFailed) -> Fetcher:
         return MemoryFetcher(self._home, self._kafka, deliver, failed)
@@ -208,7 +205,7 @@ class MemoryConsumingDoor:
             self._kafka.require_up()
             try:
                 self._kafka.write(topic, partition, records, None)
-            except RecordRefused as error:
+            except Refused as error:
                 raise TopicRefused(error.cause.message) from None
 
         await self._home.run(write)
@@ -216,16 +213,14 @@ class MemoryConsumingDoor:
     async def store(self, group: str, copies: Sequence[Copy]) -> None:
         def write() -> None:
             self._kafka.require_up()
-            store_copies(self._kafka, copies, KafkaTransaction())
+            MemoryWriter(self._home, self._kafka, group).store(copies)
 
         await self._home.run(write)
 
-    def delivery_writer(
-        self, transactional_id: str, topic: str, key: str, *, take: bool = False
-    ) -> DeliveryWriter:
-        return MemoryDeliveryWriter(
-            self._home, self._kafka, transactional_id, topic, key, take=take
-        )
+    def writer(
+        self, transactional_id: str, position: PositionRecord, *, take: bool = False
+    ) -> Writer:
+        return MemoryWriter(self._home, self._kafka, transactional_id, position, take=take)
 
     async def groups(self) -> list[str]:
         def look() -> list[str]:
@@ -283,7 +278,8 @@ class MemoryMember:
     def __init__(
         self,
         home: _Side,
-        group: MemoryGroup,
+        kafka: MemoryKafka,
+        group: str,
         instance: str | None,
         listener: MemberListener,
         timing: MemoryTiming,
@@ -291,7 +287,9 @@ class MemoryMember:
         self.name = instance or f"member-{next(_NUMBERS)}"
         self.owned: set[Partition] = set()
         self._home = home
-        self._group = group
+        self._group_name = group
+        self._group = kafka.group(group)
+        self._writer = MemoryWriter(home, kafka, f"{group}/{self.name}/{next(_NUMBERS)}")
         self._static = instance is not None
         self._listener = listener
         self._timing = timing
@@ -310,7 +308,7 @@ class MemoryMember:
         return 0.0 if self._generation < 0 else self._answered_s + self._timing.lease_s
 
     async def start(self) -> None:
-        await self._home.run(self._group.check)
+        await self._home.run(self._group.check_usable)
         self._enter()
         self._beat()
         await self._started
@@ -340,8 +338,14 @@ class MemoryMember:
     ) -> None:
         seat = self._seat
         if seat is None or self._generation < 0:
-            raise CommitFenced("this consumer is not in its group: nothing is stored")
-        await self._home.run(partial(self._group.commit, seat, dict(offsets), tuple(copies)))
+            raise Fenced("this consumer is not in its group: nothing is stored")
+        stored = GroupOffsets(self._group_name, dict(offsets), cast(Any, seat))
+
+        def store() -> None:
+            self._writer.lost, self._group.lost_commit = self._group.lost_commit, None
+            self._writer.store(copies, [stored])
+
+        await self._home.run(store)
 
     # --- in the user's loop ------------------------------------------------------------------
 

@@ -31,7 +31,6 @@ from txbroker.door.protocols import (
     AppendUnknown,
     AuditFeed,
     Claimed,
-    Fenced,
     GroupStore,
     Hanging,
     Log,
@@ -41,24 +40,17 @@ from txbroker.door.protocols import (
     PartitionDoor,
     PromotionTxn,
     PromotionTxnHandle,
-    PromotionTxnLost,
-    PromotionTxnRefused,
     TargetFacts,
     Targets,
     begin_commit,
     commit_outcome,
     raised_again,
 )
+from txbroker.door.writing import Copy, Fenced, Refused, Unknown
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.testing.members import MemoryMembership
 from txbroker.testing.memory import MemoryKafka
-from txbroker.testing.topics import (
-    KafkaTransaction,
-    MemoryEvidence,
-    MemoryPartition,
-    RecordRefused,
-    valid_name,
-)
+from txbroker.testing.topics import KafkaTransaction, MemoryEvidence, MemoryPartition, valid_name
 
 MESSAGE_BYTES_MAX = 8 << 20
 """The largest half batch by default, as on a real Kafka."""
@@ -358,10 +350,10 @@ class MemoryPartitionDoor:
 
     async def write(self, txn: PromotionTxn) -> PromotionTxnHandle:
         if self._writer is None:
-            raise PromotionTxnLost(f"partition {self.partition} is not claimed")
+            raise Unknown(f"partition {self.partition} is not claimed")
         try:
             return await self._writer.write(txn)
-        except PromotionTxnRefused as error:
+        except Refused as error:
             self._refused(error.cause)
             raise
 
@@ -389,7 +381,7 @@ class _Writer:
         self._checkpoint, self._parked = own_topics
         self._partition = partition
         self._before: asyncio.Task[None] | None = None
-        self._broken: Fenced | PromotionTxnLost | PromotionTxnRefused | None = None
+        self._broken: Fenced | Unknown | Refused | None = None
 
     async def write(self, txn: PromotionTxn) -> "MemoryTxnHandle":
         self._check()
@@ -401,33 +393,29 @@ class _Writer:
             transaction = self._kafka.begin(self._id)
             try:
                 written = self._write_all(txn, transaction)
-            except (PromotionTxnRefused, PromotionTxnLost):
+            except (Refused, Unknown):
                 self._kafka.end(transaction, committed=False)
                 raise
         self._before = begin_commit(self._commit(transaction, self._before))
         return MemoryTxnHandle(self._kafka, written, self._before)
 
     def _write_all(self, txn: PromotionTxn, transaction: KafkaTransaction) -> "_Written":
-        """Write one batch to each partition; return the offsets."""
-        batches: dict[tuple[str, int], list[Record]] = {}
-        places = []
-        for topic, number, record in txn.promoted:
-            records = batches.setdefault((topic, number), [])
-            places.append(((topic, number), len(records)))
-            records.append(record)
+        """Write all records; return the offsets."""
         parked, checkpoint = (self._parked, self._partition), (self._checkpoint, self._partition)
-        if txn.parked:
-            batches[parked] = list(txn.parked)
-        batches[checkpoint] = [encode_progress(txn.progress)]
-        base: dict[tuple[str, int], int] = {}
+        copies = [
+            *txn.promoted,
+            *(Copy(*parked, record) for record in txn.parked),
+            Copy(*checkpoint, encode_progress(txn.progress)),
+        ]
         last: dict[tuple[str, int], tuple[MemoryPartition, int]] = {}
+        offsets = []
         with _translated():
-            for where, records in batches.items():
-                base[where] = self._kafka.write(*where, records, transaction)
-                last[where] = self._kafka.partition(*where), base[where] + len(records) - 1
-        offsets = [base[where] + number for where, number in places]
-        first = base.get(parked, 0)
-        return _Written(offsets, range(first, first + len(txn.parked)), last)
+            for copy in copies:
+                at = (copy.topic, copy.partition)
+                offsets.append(self._kafka.write(*at, [copy.record], transaction))
+                last[at] = self._kafka.partition(*at), offsets[-1]
+        count = len(txn.promoted)
+        return _Written(offsets[:count], offsets[count:-1], last)
 
     async def _commit(
         self, transaction: KafkaTransaction, before: asyncio.Task[None] | None
@@ -442,7 +430,7 @@ class _Writer:
                 self._kafka.commit(transaction)
 
     async def close(self) -> None:
-        self._break(PromotionTxnLost("the partition's door was closed"))
+        self._break(Unknown("the partition's door was closed"))
         if self._before is not None:
             self._before.cancel()
             await asyncio.gather(self._before, return_exceptions=True)
@@ -451,11 +439,11 @@ class _Writer:
     def _breaking(self) -> Iterator[None]:
         try:
             yield
-        except (Fenced, PromotionTxnLost, PromotionTxnRefused) as error:
+        except (Fenced, Unknown, Refused) as error:
             self._break(error)
             raise
 
-    def _break(self, error: Fenced | PromotionTxnLost | PromotionTxnRefused) -> None:
+    def _break(self, error: Fenced | Unknown | Refused) -> None:
         if self._broken is None:
             self._broken = error
 
@@ -510,10 +498,10 @@ def _translated() -> Iterator[None]:
     """Translate errors of the broker into those that an owner handles."""
     try:
         yield
-    except RecordRefused as error:
-        raise PromotionTxnRefused(error.cause) from None
+    except (Refused, Fenced):
+        raise
     except KafkaUnavailable as error:
-        raise PromotionTxnLost(str(error)) from None
+        raise Unknown(str(error)) from None
 
 
 # --- the topics of groups and audits, and the properties of targets ---------------------------

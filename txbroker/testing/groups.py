@@ -10,23 +10,14 @@ All of it runs in the event loop of the `MemoryKafka`; members live in their use
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from txbroker.core.consuming.assignment import Subscription, assign
-from txbroker.door.consuming import (
-    CommitFenced,
-    Copy,
-    CopyRefused,
-    GroupDescription,
-    Partition,
-    StoredOffset,
-)
+from txbroker.door.consuming import GroupDescription, Partition, StoredOffset
+from txbroker.door.writing import Fenced, GroupOffsets
 from txbroker.errors import ConfigurationError, InvariantBroken, KafkaUnavailable
-from txbroker.testing.topics import KafkaTransaction, RecordRefused
-
-if TYPE_CHECKING:
-    from txbroker.testing.memory import LostReply, MemoryKafka
+from txbroker.testing.topics import LostReply, MemoryTopics
 
 METADATA_CHARACTERS_MAX = 4096
 """Kafka's own default of `offset.metadata.max.bytes`, which counts characters."""
@@ -93,11 +84,12 @@ class MemoryGroup:
 
     Attributes:
         offsets: the committed ones.
+        lost_commit: what happens to the next commit, whose answer is lost.
         authorized: False refuses the group: members cannot start, nor store offsets.
         seats: the members by name.
     """
 
-    def __init__(self, kafka: MemoryKafka) -> None:
+    def __init__(self, kafka: MemoryTopics) -> None:
         self.offsets: dict[Partition, StoredOffset] = {}
         self.authorized = True
         self.seats: dict[str, Seat] = {}
@@ -106,7 +98,7 @@ class MemoryGroup:
         self._preparing = False
         self._replaced: dict[str, list[Seat]] = {}
         self._silenced: dict[str, Seat] = {}
-        self._lost_commit: LostReply | None = None
+        self.lost_commit: LostReply | None = None
         kafka.watch(self._proceed)
 
     # --- faults ------------------------------------------------------------------------------
@@ -138,11 +130,11 @@ class MemoryGroup:
 
     def lose_answer_of_next_commit(self, outcome: LostReply) -> None:
         """Do not answer the next commit of a member."""
-        self._lost_commit = outcome
+        self.lost_commit = outcome
 
     # --- members -----------------------------------------------------------------------------
 
-    def check(self) -> None:
+    def check_usable(self) -> None:
         """Check that the group can be used.
 
         Raises:
@@ -283,28 +275,24 @@ class MemoryGroup:
         self._kafka.require_up()
         return {at: self.offsets[at] for at in partitions if at in self.offsets}
 
-    def commit(
-        self, seat: Seat, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy]
-    ) -> None:
-        """Store offsets and copies together; see `GroupMember.commit`."""
-        lost, self._lost_commit = self._lost_commit, None
-        if not self.holds(seat):
-            raise CommitFenced(f"{seat.name} is no member of the group any more: nothing is stored")
+    def check(self, stored: GroupOffsets) -> None:
+        """Raise an error if offsets may not be stored; see `Writer.commit`."""
+        seat: object = stored.member
+        if isinstance(seat, Seat) and not self.holds(seat):
+            raise Fenced(f"{seat.name} is no member of the group any more: nothing is stored")
         if not self.authorized:
             raise GroupRefused(_UNAUTHORIZED)
-        for partition, stored in offsets.items():
+        for partition, (_offset, metadata) in stored.offsets.items():
             self._kafka.partition(*partition)
-            if len(stored.metadata) > METADATA_CHARACTERS_MAX:
+            if len(metadata) > METADATA_CHARACTERS_MAX:
                 raise InvariantBroken(
-                    f"the metadata of {partition[0]}-{partition[1]} has {len(stored.metadata)} "
+                    f"the metadata of {partition[0]}-{partition[1]} has {len(metadata)} "
                     f"characters, Kafka takes {METADATA_CHARACTERS_MAX}"
                 )
-        transaction = KafkaTransaction()
-        try:
-            store_copies(self._kafka, copies, transaction, lost)
-        finally:
-            if transaction.committed:
-                self.offsets.update(offsets)
+
+    def store(self, stored: GroupOffsets) -> None:
+        """Store offsets that were checked."""
+        self.offsets.update({at: StoredOffset(*each) for at, each in stored.offsets.items()})
 
     @property
     def exists(self) -> bool:
@@ -318,38 +306,3 @@ class MemoryGroup:
             state if self.seats else "Empty" if self.offsets else "Dead",
             tuple((name, "in memory", seat.share) for name, seat in self.seats.items()),
         )
-
-
-def store_copies(
-    kafka: MemoryKafka,
-    copies: Sequence[Copy],
-    transaction: KafkaTransaction,
-    lost: LostReply | None = None,
-) -> None:
-    """Write copies in a Kafka transaction, and end it.
-
-    Args:
-        lost: what happens to a commit whose answer is lost.
-
-    Raises:
-        CopyRefused
-        KafkaUnavailable: the answer is lost.
-    """
-    written: set[Partition] = set()
-    try:
-        for copy in copies:
-            try:
-                kafka.write(copy.topic, copy.partition, [copy.record], transaction)
-            except RecordRefused as error:
-                raise CopyRefused(
-                    error.cause.message,
-                    [copy],
-                    too_large=error.cause.code == "too_large",
-                    passing=error.of_topic,
-                ) from None
-            written.add((copy.topic, copy.partition))
-        kafka.finish(transaction, lost)
-    finally:
-        kafka.end(transaction, committed=False)
-        for partition in written:
-            kafka.partition(*partition).mark(kafka.clock.now_ms())

@@ -12,27 +12,21 @@ import itertools
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
 
 from msgspec import structs
 
 from txbroker.core.encoding import encode_headers
 from txbroker.core.records import Cause, Encoded, Record
-from txbroker.door.consuming import ConsumingDoor
 from txbroker.door.protocols import (
     Appended,
     AppendRefused,
     AppendUnknown,
 )
+from txbroker.door.writing import Refused
 from txbroker.errors import KafkaUnavailable
 from txbroker.testing.groups import MemoryGroup
 from txbroker.testing.members import MemoryCoordinator
-from txbroker.testing.topics import (
-    KafkaTransaction,
-    MemoryTopic,
-    MemoryTopics,
-    RecordRefused,
-)
+from txbroker.testing.topics import KafkaTransaction, LostReply, MemoryTopic, MemoryTopics
 
 TIMESTAMP_AHEAD_MAX_MS = 3_600_000
 """Kafka's own default: records dated further ahead of its clock are refused."""
@@ -64,13 +58,6 @@ class AdjustableClock:
         self._ahead_ms += round(seconds * 1000)
 
 
-class LostReply(Enum):
-    """Whether a write without an answer took effect."""
-
-    DONE = "done"
-    NOT_DONE = "not done"
-
-
 class MemoryKafka(MemoryTopics):
     """Topics that several doors share, with switches for faults.
 
@@ -94,21 +81,12 @@ class MemoryKafka(MemoryTopics):
         self._members: dict[str, MemoryCoordinator] = {}
         self._transactions: dict[str, tuple[object, list[KafkaTransaction]]] = {}
         self._producers: dict[str, int] = {}
-        self._down: LostReply | None = None
         self._lost_append: LostReply | None = None
         self._lost_commit: LostReply | None = None
         self._waiting: set[asyncio.Future[None]] = set()
         self.unaware: set[tuple[str, int]] = set()
 
     # --- faults ------------------------------------------------------------------------------
-
-    def go_down(self, unanswered: LostReply = LostReply.NOT_DONE) -> None:
-        """Stop answering; `unanswered` decides whether appends and commits take effect."""
-        self._down = unanswered
-
-    def come_up(self) -> None:
-        self._down = None
-        self._changed()
 
     def lose_answer_of_next_append(self, outcome: LostReply) -> None:
         """Do not answer the next append to a half or operation topic."""
@@ -147,19 +125,8 @@ class MemoryKafka(MemoryTopics):
         await asyncio.sleep(0)
         self.require_up()
 
-    def require_up(self) -> None:
-        """Raise `KafkaUnavailable` while the broker is down."""
-        if self._down is not None:
-            raise KafkaUnavailable("the in-memory Kafka is down")
-
     def coordinator(self, group: str) -> MemoryCoordinator:
         return self._members.setdefault(group, MemoryCoordinator())
-
-    def consuming_door(self) -> ConsumingDoor:
-        """Return a consumer's door, for the loop of this Kafka."""
-        from txbroker.testing.consuming import MemoryConsumingDoor
-
-        return MemoryConsumingDoor(self)
 
     def group(self, name: str) -> MemoryGroup:
         """Return a group of consumers: its members, offsets and faults."""
@@ -239,13 +206,13 @@ class MemoryKafka(MemoryTopics):
         """Write records, of a transaction or of none, and return the first offset.
 
         Raises:
-            RecordRefused: the topic refuses them.
+            Refused: the topic refuses them.
             KafkaUnavailable: the partition has no leader.
         """
         topic = self.topics.get(name)
         cause = self._refusal(topic, name, number, records)
         if cause is not None:
-            raise RecordRefused(cause)
+            raise Refused(*cause)
         assert topic is not None
         if number in topic.leaderless:
             raise KafkaUnavailable(f"{name}-{number} has no leader")
@@ -255,23 +222,25 @@ class MemoryKafka(MemoryTopics):
 
     def _refusal(
         self, topic: MemoryTopic | None, name: str, number: int, records: Sequence[Record]
-    ) -> Cause | None:
+    ) -> tuple[Sequence[int], Cause] | None:
+        """Return the indexes of refused records, and why they are."""
         if topic is None or number >= len(topic.partitions):
             message = f"{name}-{number} does not exist: create it"
-            return Cause("unknown_topic", message, name, number, passing=True)
+            cause = Cause("unknown_topic", message, name, number, passing=True)
+            return range(len(records)), cause
         if not topic.authorized:
             message = f"{name}-{number} may not be written by this proxy"
-            return Cause("not_authorized", message, name, number)
+            return range(len(records)), Cause("not_authorized", message, name, number)
         latest_ms = self.clock.now_ms() + TIMESTAMP_AHEAD_MAX_MS
         # A producer splits a batch that is too large, so each record is measured alone.
         alone = _record_bytes(records, itertools.repeat(0))
-        for size, record in zip(alone, records, strict=True):
+        for index, (size, record) in enumerate(zip(alone, records, strict=True)):
             if _BATCH_HEADER_BYTES + size > topic.message_bytes_max:
                 message = f"{name}-{number} is larger than max.message.bytes: raise that setting"
-                return Cause("too_large", message, name, number)
+                return [index], Cause("too_large", message, name, number)
             if record.timestamp_ms > latest_ms and not topic.log_append_time:
                 message = f"{name}-{number} refuses the message's timestamp"
-                return Cause("bad_timestamp", message, name, number)
+                return [index], Cause("bad_timestamp", message, name, number)
         return None
 
     def transact(

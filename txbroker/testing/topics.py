@@ -4,6 +4,7 @@ administrator."""
 import itertools
 import re
 from collections.abc import Callable, Collection, Sequence
+from enum import Enum
 
 from msgspec import Struct, structs
 
@@ -19,6 +20,13 @@ _ANY_PARTITION = -1
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,249}")
 
 
+class LostReply(Enum):
+    """Whether a write without an answer took effect."""
+
+    DONE = "done"
+    NOT_DONE = "not done"
+
+
 class KafkaTransaction:
     """A Kafka transaction; `producer` is the id of its producer."""
 
@@ -31,19 +39,6 @@ class KafkaTransaction:
 _ENDED = KafkaTransaction()
 """The transaction of end markers, which are not records."""
 _ENDED.open = False
-
-
-class RecordRefused(Exception):
-    """A partition refuses a record."""
-
-    def __init__(self, cause: Cause) -> None:
-        super().__init__(cause.message)
-        self.cause = cause
-
-    @property
-    def of_topic(self) -> bool:
-        """Whether the topic is at fault: it is missing, or may not be written."""
-        return self.cause.code in ("unknown_topic", "not_authorized")
 
 
 class MemoryPartition:
@@ -157,6 +152,24 @@ class MemoryTopics:
         self._ids = itertools.count(1)
         self._default_partitions = default_partitions
         self._watchers: list[Callable[[], None]] = []
+        self._down: LostReply | None = None
+
+    # --- the broker ---------------------------------------------------------------------------
+
+    def go_down(self, unanswered: LostReply = LostReply.NOT_DONE) -> None:
+        """Stop answering; `unanswered` decides whether appends and commits take effect."""
+        self._down = unanswered
+
+    def come_up(self) -> None:
+        self._down = None
+        self._changed()
+
+    def require_up(self) -> None:
+        """Raise `KafkaUnavailable` while the broker is down."""
+        if self._down is not None:
+            raise KafkaUnavailable("the in-memory Kafka is down")
+
+    # --- topics -------------------------------------------------------------------------------
 
     def create_topic(
         self,

@@ -15,7 +15,8 @@ from tests.faults.cluster.three_nodes import START_S, ThreeNodes
 from tests.kit.kafka import KafkaHarness
 from tests.kit.topic_reader import ADMIN_TIMEOUT_S, admin_of
 from txbroker.core.records import RECORD_VERSION, Checkpoint, Claim, Record
-from txbroker.door.protocols import PromotionTxn, PromotionTxnLost, TargetRecord
+from txbroker.door.protocols import PromotionTxn
+from txbroker.door.writing import Copy, Unknown
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.producer import Producer
@@ -134,7 +135,7 @@ async def test_no_transaction_begins_after_a_lost_commit(
     await nodes.nodes[NODE].launch()
     await nodes.nodes[NODE].ready()
     await leads(nodes, topic, NODE)
-    with pytest.raises(PromotionTxnLost) as lost:
+    with pytest.raises(Unknown) as lost:
         await partition.write(turn(5, topic, b"fifth"))
     assert lost.value.cause is not None
     assert (lost.value.cause.code, lost.value.cause.topic) == ("hanging", topic)
@@ -148,7 +149,7 @@ async def test_no_transaction_begins_after_a_lost_commit(
 
 
 def turn(number: int, topic: str = "", key: bytes = b"") -> PromotionTxn:
-    promoted = (TargetRecord(topic, 0, Record(key, b"")),) if topic else ()
+    promoted = (Copy(topic, 0, Record(key, b"")),) if topic else ()
     return PromotionTxn(promoted, (), Checkpoint(RECORD_VERSION, "next", number, number))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from tests.kit.processing import Doors
 from tests.kit.until import until
 from txbroker.consumer import Consumer, InDatabase, ReceivedMessage
 from txbroker.consumer.committer import CommitPolicy, Committer, Pending, StoreTraits
@@ -26,7 +27,8 @@ from txbroker.core.consuming.queues import Order
 from txbroker.core.records import Record
 from txbroker.databases import SQLite
 from txbroker.databases.steps import Query, Steps
-from txbroker.door.consuming import Copy, Partition, StoredOffset
+from txbroker.door.consuming import Partition, StoredOffset
+from txbroker.door.writing import Copy
 from txbroker.errors import KafkaUnavailable
 from txbroker.testing.memory import MemoryKafka
 
@@ -161,7 +163,7 @@ async def test_at_most_once_does_not_repeat_after_a_short_silence(memory: Memory
 
     timing = {**SHORT, "session_s": 30.0}
     consumer = Consumer(
-        memory, group=GROUP, topics=["orders"], mode="at-most-once", drain_s=0.1, **timing
+        Doors.to(memory), group=GROUP, topics=["orders"], mode="at-most-once", drain_s=0.1, **timing
     )
     task = await running(consumer, handle)
     await until(lambda: begun)
@@ -197,7 +199,12 @@ async def test_claim_of_a_lost_assignment_moves_no_position_back(memory: MemoryK
         handled.append(message.offset)
 
     consumer = Consumer(
-        memory, group=GROUP, topics=["orders"], order="key", on_assign=on_assign, heartbeat_s=0.05
+        Doors.to(memory),
+        group=GROUP,
+        topics=["orders"],
+        order="key",
+        on_assign=on_assign,
+        heartbeat_s=0.05,
     )
     starting = asyncio.create_task(running(consumer, handle))
     await reached.wait()
@@ -252,7 +259,7 @@ async def test_reported_failure_of_a_batch_keeps_the_order(
                 message.failed(ValueError("once"))
 
     consumer = Consumer(
-        memory,
+        Doors.to(memory),
         group=GROUP,
         topics=["orders"],
         mode="exactly-once",

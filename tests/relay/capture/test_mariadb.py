@@ -180,7 +180,7 @@ async def test_refused_message_stops_the_delivery(maria: MariaWorld) -> None:
     delivery = await source.next()
     (messages,) = [piece async for piece in delivery.pieces()]
     with pytest.raises(DeliveryRefused, match=r"too large.*run with --skip [\d-]+/0$") as caught:
-        await source.refused(delivery, [Refusal(messages[0], "too large")])
+        await source.refused(delivery, [Refusal(0, messages[0], "too large")])
     maria.execute("INSERT INTO orders VALUES (2, 'b')")
     change_id = str(caught.value).rpartition(" ")[2]
     taken = await read_until(await maria.source(None, skip=[change_id]), 1)

@@ -274,7 +274,7 @@ async def test_a_refused_change_can_be_left_out(pg: PgWorld) -> None:
     messages = [message async for piece in delivery.pieces() for message in piece]
     change_id = re.sub("@[0-9]+", "", (messages[0].headers[0][1] or b"").decode())
     with pytest.raises(DeliveryRefused, match=f"too large.*--skip {change_id}"):
-        await source.refused(delivery, [Refusal(messages[0], "too large")])
+        await source.refused(delivery, [Refusal(0, messages[0], "too large")])
     await source.close()
     skipping = await pg.source(first.position, skip=[change_id])
     assert changes(await take(skipping)) == [("insert", 3, "c")]

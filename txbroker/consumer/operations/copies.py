@@ -23,7 +23,8 @@ from txbroker.core.consuming.copies import (
     spread,
 )
 from txbroker.core.records import Record
-from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, Copy, CopyRefused, Partition
+from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, Partition
+from txbroker.door.writing import Copy, Refused
 from txbroker.errors import ConfigurationError
 
 _READ_OFFSETS = 1000
@@ -247,14 +248,11 @@ async def send_back(
 async def _store(door: ConsumingDoor, view: GroupView, copies: Sequence[Copy]) -> None:
     try:
         await door.store(view.group, copies)
-    except CopyRefused as error:
+    except Refused as error:
         if not error.too_large:
             raise
-        raise CopyRefused(
-            f"{error}: raise max.message.bytes of {view.names.retry}, then send it back again",
-            error.copies,
-            too_large=True,
-        ) from error
+        why = f"{error}: raise max.message.bytes of {view.names.retry}, then send it back again"
+        raise Refused(error.indexes, structs.replace(error.cause, message=why)) from error
 
 
 async def _reread(

@@ -10,12 +10,14 @@ from txbroker.consumer.stores.connections import Connections
 from txbroker.consumer.stores.results import DatabaseResults
 from txbroker.core.consuming.copies import GroupTopics, read_copy
 from txbroker.core.consuming.position import Metadata, Position, decode_metadata, encode_metadata
+from txbroker.core.records import Cause
 from txbroker.databases.database import Database, check_database
 from txbroker.databases.dialect import Fault
 from txbroker.databases.kept import DEAD, RETRY, SET_ASIDE, UNPUBLISHED, Kept, KeptTable
 from txbroker.databases.positions import PositionTable
 from txbroker.databases.steps import Steps
-from txbroker.door.consuming import Copy, CopyRefused, Partition, StoredOffset
+from txbroker.door.consuming import Partition, StoredOffset
+from txbroker.door.writing import Copy, Refused
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError
 
@@ -127,10 +129,10 @@ class OpenDatabase:
         """Store positions and failed messages, see `Store.commit`."""
         first = self._claimed.intersection(offsets)
         rows = {place: self._replaced(place, offsets[place]) for place in offsets}
-        kept: dict[Partition, list[tuple[Copy, Kept]]] = {}
-        for copy in copies:
+        kept: dict[Partition, list[tuple[int, Kept]]] = {}
+        for index, copy in enumerate(copies):
             each = self._kept(copy)
-            kept.setdefault(each.failed.source[:2], []).append((copy, each))
+            kept.setdefault(each.failed.source[:2], []).append((index, each))
 
         changed = [
             place
@@ -152,21 +154,21 @@ class OpenDatabase:
                 )
                 if not saved:
                     fenced.append(place)
-                for copy, each in kept.get(place, ()) if saved else ():
+                for index, each in kept.get(place, ()) if saved else ():
                     try:
                         yield from self.kept.keep(each, in_ascii=in_ascii)
                     except Exception as error:
                         if database.dialect.fault(error) is not Fault.OTHER:
                             raise
                         why = f"{database.name}: {safe_repr(error)}"
-                        raise CopyRefused(why, [copy], too_large=True) from error
+                        raise Refused([index], Cause("too_large", why, *place)) from error
             return fenced
 
         database = self.connections.database
         try:
             try:
                 fenced = await self.connections.transaction(steps)
-            except CopyRefused:  # for its encoding, or for its size
+            except Refused:  # for its encoding, or for its size
                 fenced = await self.connections.transaction(lambda: steps(in_ascii=True))
         except BaseException:
             for place, offsets_ in rows.items():

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import msgspec
 
-from txbroker.door.consuming import Copy, Partition, StoredOffset
+from txbroker.door.consuming import Partition, StoredOffset
+from txbroker.door.writing import Copy
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 
 T = TypeVar("T")

@@ -24,8 +24,9 @@ from txbroker.consumer.workers import (
 )
 from txbroker.core.consuming.failure import Reject
 from txbroker.core.records import Cause, Message
-from txbroker.door.consuming import ConsumingDoor, Copy, CopyRefused
+from txbroker.door.consuming import ConsumingDoor
 from txbroker.door.placing import MessagesRefused, Placing
+from txbroker.door.writing import Copy, Refused
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.net.timers import grown_pause_s
@@ -102,7 +103,7 @@ class _FirstStage:
         if not self._future.done():
             self._future.set_result(None)
 
-    def refused(self, pending: Pending, error: CopyRefused) -> Sequence[Copy]:
+    def refused(self, pending: Pending, error: Refused) -> Sequence[Copy]:
         self._end(Reject(str(error)))
         return ()
 

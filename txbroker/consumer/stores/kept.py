@@ -24,7 +24,7 @@ from txbroker.core.consuming.copies import Source, spread
 from txbroker.core.records import Record
 from txbroker.databases.kept import DEAD, RELEASED, RETRY, SET_ASIDE, UNPUBLISHED, Kept
 from txbroker.databases.steps import Steps
-from txbroker.door.consuming import ConsumingDoor, Copy, Partition
+from txbroker.door.consuming import ConsumingDoor, Partition
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.net.tasks import Background
@@ -276,11 +276,11 @@ class TableAsides:
             if one is not None
         )
 
-    def clearance(self, message: ReceivedMessage, count: int) -> Sequence[Copy]:
+    def clearance(self, message: ReceivedMessage, count: int) -> tuple[()]:
         """See `KeptCopies.clearance`: the rows are deleted with the results."""
         return ()
 
-    def stage_mark(self, message: ReceivedMessage) -> Sequence[Copy]:
+    def stage_mark(self, message: ReceivedMessage) -> tuple[()]:
         """See `KeptCopies.stage_mark`: the rows show it."""
         return ()
 

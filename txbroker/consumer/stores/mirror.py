@@ -10,7 +10,8 @@ import structlog
 
 from txbroker.consumer.committer import Store
 from txbroker.core.consuming.position import METADATA_LENGTH_MAX, decode_metadata, encode_metadata
-from txbroker.door.consuming import Copy, GroupMember, Partition, StoredOffset
+from txbroker.door.consuming import GroupMember, Partition, StoredOffset
+from txbroker.door.writing import Copy
 from txbroker.error_text import safe_repr
 from txbroker.errors import KafkaUnavailable
 

@@ -7,14 +7,8 @@ from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from txbroker.consumer.committer import StoreTraits
-from txbroker.door.consuming import (
-    CommitFenced,
-    ConsumingDoor,
-    Copy,
-    Partition,
-    StoredOffset,
-    StoreUnavailable,
-)
+from txbroker.door.consuming import ConsumingDoor, Partition, StoredOffset, StoreUnavailable
+from txbroker.door.writing import Copy, Fenced
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError
 
@@ -91,7 +85,7 @@ class OwnPositions:
         try:
             result = method(argument)
             return await result if inspect.isawaitable(result) else result
-        except CommitFenced:
+        except Fenced:
             raise
         except Exception as error:
             raise StoreUnavailable(f"{name} of {self._store!r}: {safe_repr(error)}") from error

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import Work, size_of
-from txbroker.door.consuming import Copy, CopyRefused
+from txbroker.door.writing import Copy, Refused
 
 if TYPE_CHECKING:
     from txbroker.consumer.engine import Engine
@@ -49,9 +49,9 @@ class Storing(Protocol):
     def stored(self, pending: Pending) -> None:
         """They are stored."""
 
-    def refused(self, pending: Pending, error: CopyRefused) -> Sequence[Copy] | None:
-        """Some of them cannot be stored. Return the copies to store in place of all; nothing: the
-        message fails. None: the message is handled again, later."""
+    def refused(self, pending: Pending, error: Refused) -> Sequence[Copy] | None:
+        """Those that `error` names cannot be stored. Return the copies to store in place of all;
+        nothing: the message fails. None: the message is handled again, later."""
 
     def dropped(self, pending: Pending) -> None:
         """The partition is lost: whether they are stored is not known."""

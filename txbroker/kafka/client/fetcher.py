@@ -19,6 +19,7 @@ import structlog
 from msgspec import Struct
 
 from txbroker.door.consuming import Deliver, Fetcher, FetchFailed, FetchingEnded, OffsetMissing
+from txbroker.door.writing import Partition
 from txbroker.error_text import raised_at, safe_repr
 from txbroker.errors import ConfigurationError, InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused
@@ -28,7 +29,7 @@ from txbroker.kafka.protocol.batch import decode_batch
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.protocol.fetched import Fetched
 from txbroker.kafka.protocol.schemas import FetchV11
-from txbroker.kafka.protocol.transactions import Partition, by_topic
+from txbroker.kafka.protocol.transactions import by_topic
 from txbroker.net.timers import grown_pause_s
 
 _REQUEST_BYTES = 8 << 20

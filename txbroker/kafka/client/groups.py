@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from aiokafka.coordinator.protocol import ConsumerProtocol
 
-from txbroker.door.consuming import GroupDescription, Partition, StoredOffset
-from txbroker.errors import KafkaUnavailable
+from txbroker.door.consuming import GroupDescription, StoredOffset
+from txbroker.door.writing import Fenced, GroupOffsets, Partition, Unknown
+from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.client import (
     GROUP,
     Client,
@@ -16,13 +18,24 @@ from txbroker.kafka.client.client import (
     coordinator_moved,
     is_retriable,
 )
-from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, Code, describe
+from txbroker.kafka.protocol.codes import (
+    COORDINATOR_MOVED,
+    MEMBER_FENCED,
+    RETRIABLE,
+    TRANSACTION_BROKEN,
+    Code,
+    describe,
+)
 from txbroker.kafka.protocol.encoder import Request
 from txbroker.kafka.protocol.schemas import DescribeGroupsV4, ListGroupsV4, OffsetFetchV7
+from txbroker.kafka.protocol.transactions import by_topic
 from txbroker.net.timers import Backoff
 
 _CHANNEL = "group/offsets"
 _ELSEWHERE = COORDINATOR_MOVED | {Code.COORDINATOR_LOADING}
+_NO_EPOCH = -1
+_AGAIN = RETRIABLE | {Code.REBALANCE_IN_PROGRESS}
+"""A member between joining and its assignment may not commit yet."""
 _CONSUMERS = ("consumer", "")
 """Protocol types of consumers' groups; groups that have only offsets have none."""
 
@@ -55,6 +68,48 @@ def error_codes(answer: Any) -> frozenset[int]:
     for _topic, partitions in getattr(answer, "topics", ()):
         codes.update(fields[-1] for fields in partitions)
     return frozenset(codes) - {Code.NONE}
+
+
+async def store_offsets(
+    client: Client, stored: GroupOffsets, make: Callable[..., Request], backoff: Backoff
+) -> None:
+    """Send offsets until they are stored.
+
+    Args:
+        make: makes the request of group, generation, member id, instance id and topics.
+
+    Raises:
+        Fenced: the member's generation has ended, or another process uses its instance id.
+        KafkaUnavailable: whether they are stored is unknown.
+    """
+    entries = (
+        (topic, (number, offset, _NO_EPOCH, metadata))
+        for (topic, number), (offset, metadata) in stored.offsets.items()
+    )
+    group, topics = stored.group, list(by_topic(entries).items())
+    while True:
+        me = stored.member
+        generation, member_id = (-1, "") if me is None else (me.generation, me.member_id)
+        instance = None if me is None else me.instance
+        request = make(group, generation, member_id, instance, topics)
+        codes = error_codes(await ask_group(client, group, request, backoff))
+        if not codes:
+            return
+        code = min(codes)
+        if fenced := codes & MEMBER_FENCED:
+            raise Fenced(
+                f"group {group} refused the commit of member {member_id!r}, generation "
+                f"{generation}: {describe(min(fenced))}"
+            )
+        if code == Code.OFFSET_METADATA_TOO_LARGE:
+            raise InvariantBroken(f"group {group}: the metadata of an offset is too large")
+        why = f"cannot commit offsets of group {group}: {describe(code)}"
+        if codes & TRANSACTION_BROKEN:
+            raise Unknown(why)
+        if not codes <= _AGAIN:
+            raise KafkaRefused(code, why)
+        if not await backoff.pause():
+            raise Unknown(why)
 
 
 def stored_offsets(answer: Any) -> dict[Partition, StoredOffset]:

@@ -15,11 +15,11 @@ import asyncio
 from collections.abc import Collection, Coroutine
 from typing import Any, NamedTuple
 
+from txbroker.door.writing import Partition
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused, NotSent
 from txbroker.kafka.protocol.codes import Code
 from txbroker.kafka.protocol.schemas import metadata
-from txbroker.kafka.protocol.transactions import Partition
 
 _CHANNEL = "leaders"
 _REQUEST_TIMEOUT_S = 2.0

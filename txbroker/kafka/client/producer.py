@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from txbroker.door.writing import Partition
 from txbroker.errors import KafkaUnavailable, TxbrokerError
 from txbroker.kafka.client.client import (
     TRANSACTION,
@@ -32,7 +33,6 @@ from txbroker.kafka.protocol.schemas import (
 from txbroker.kafka.protocol.transactions import (
     NO_PRODUCER,
     TXN_V1,
-    Partition,
     PartitionResult,
     ProducerIdentity,
     by_topic,
@@ -128,6 +128,8 @@ class Producer:
         """How long a transaction may take; after `start` perhaps less, as the brokers allow."""
         self._sequences: dict[Partition, int] = {}
         self._added: set[Partition] = set()
+        self._begun = False
+        """The coordinator may know of a transaction that has not ended."""
         self._ended_s = float("-inf")
         self._visible_s = float("-inf")
         self.vouching_leader: dict[Partition, int] = {}
@@ -253,6 +255,7 @@ class Producer:
             NotSent: a partition's leader is not its `vouching_leader`.
             ProducerFenced
         """
+        self._begun = True
         waiting = {partition: self._encode(partition, body) for partition, body in batches.items()}
         maybe_stored: set[Partition] = set()
         stored: dict[Partition, Stored] = {}
@@ -398,6 +401,7 @@ class Producer:
             code, partition = await self._try_add(request, new[0])
             if code == Code.NONE:
                 self._added.update(new)
+                self._begun = True
                 return
             if code in FENCED:
                 raise ProducerFenced
@@ -426,6 +430,7 @@ class Producer:
             ProducerFenced
             Unanswered: this producer must not be used again.
         """
+        self._begun = True
         if not self._protocol.explicit_add_partitions:
             return
         request = AddOffsetsToTxnV0(self._transactional_id, self.id, self.epoch, group)
@@ -477,6 +482,7 @@ class Producer:
         except NotSent:
             return Code.COORDINATOR_NOT_AVAILABLE, first
         except Unanswered:
+            self._begun = True
             if not self._protocol.retries_unanswered:
                 raise
             return Code.COORDINATOR_NOT_AVAILABLE, first
@@ -495,7 +501,8 @@ class Producer:
         return worst
 
     async def end(self, *, commit: bool, backoff: Backoff) -> None:
-        """Commit or abort the open transaction.
+        """Commit or abort the open transaction. None is open if its first partition was refused:
+        then there is nothing to abort, and Kafka would refuse to.
 
         In version 1 of the protocol an unanswered request may be executed at any later time, even
         during this producer's next transaction, which it would end. In version 2 it carries the
@@ -507,6 +514,8 @@ class Producer:
             KafkaUnavailable: the transaction is still open, or unknown to the coordinator; this
                 producer must not be used again.
         """
+        if not self._begun and not commit:
+            return
         request = self._protocol.end_txn(self._transactional_id, self.id, self.epoch, commit=commit)
         while True:
             try:
@@ -521,6 +530,7 @@ class Producer:
                 continue
             if answer.error_code == Code.NONE:
                 self._added.clear()
+                self._begun = False
                 self._ended_s = asyncio.get_running_loop().time()
                 self._adopt(self._protocol.next_identity(answer))
                 return

@@ -15,6 +15,7 @@ import structlog
 
 from txbroker.core.records import Record
 from txbroker.door.protocols import Hanging, LogTruncated
+from txbroker.door.writing import Partition
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Unanswered, is_retriable
 from txbroker.kafka.client.leaders import confirm_leader
@@ -22,7 +23,7 @@ from txbroker.kafka.protocol.batch import Decode, decode_batch
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.protocol.fetched import Fetched
 from txbroker.kafka.protocol.schemas import FetchV11, ListOffsetsV3
-from txbroker.kafka.protocol.transactions import Partition, by_topic
+from txbroker.kafka.protocol.transactions import by_topic
 from txbroker.net.timers import Backoff
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
@@ -32,6 +33,7 @@ EARLIEST, LATEST = -2, -1
 _FETCH_BYTES = 4 << 20
 _READ_BYTES = 8 << 20
 _FETCH_WAIT_MS = 500
+_TRUNCATED_RETRIES = 3
 
 
 class Reader:
@@ -174,12 +176,21 @@ class Reader:
         if trailing and skipped is not None:
             skipped(trailing)
 
-    async def read_all(self, end: int) -> list[Record]:
-        """Return all committed records before offset `end`."""
-        records: list[Record] = []
-        async for some in self.read(await self.start(), end):
-            records += some
-        return records
+    async def read_kept(self, start: int, end: int) -> list[Record]:
+        """Return the records of these offsets that the log has kept.
+
+        Raises:
+            KafkaUnavailable: no answer, or older ones are deleted while they are read.
+        """
+        for _attempt in range(_TRUNCATED_RETRIES):
+            records: list[Record] = []
+            try:
+                async for some in self.read(max(start, await self.start()), end):
+                    records += some
+            except LogTruncated:
+                continue  # older records were deleted meanwhile
+            return records
+        raise KafkaUnavailable(f"records of {self.name} are deleted faster than read: retry")
 
     def _ahead(self, position: int, end: int) -> asyncio.Task[Fetched] | None:
         if position >= end:

@@ -18,10 +18,11 @@ from typing import Any
 
 from msgspec import Struct
 
+from txbroker.door.writing import Partition
 from txbroker.errors import TxbrokerError
 from txbroker.kafka.client.client import Client, NotSent, Unanswered
 from txbroker.kafka.protocol.codes import Code
-from txbroker.kafka.protocol.transactions import TXN_V1, Partition, PartitionResult, by_topic
+from txbroker.kafka.protocol.transactions import TXN_V1, PartitionResult, by_topic
 
 AT_ONCE = 2
 """Requests in flight to one broker from which on batches wait to be combined."""

@@ -11,39 +11,30 @@ from txbroker.core.records import Cause, Record
 from txbroker.door.consuming import (
     LATEST,
     ConsumingDoor,
-    Copy,
     Deliver,
     Fetcher,
     FetchFailed,
     GroupDescription,
     GroupMember,
     MemberListener,
-    Partition,
     StoredOffset,
     TopicIdentity,
     TopicSpec,
 )
-from txbroker.door.protocols import AppendRefused, AppendUnknown, LogTruncated
-from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.door.writing import Copy, Partition, PositionRecord
+from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client, KafkaRefused, LoginRefused, Opener, is_retriable
 from txbroker.kafka.client.fetcher import KafkaFetcher
 from txbroker.kafka.client.groups import committed_offsets, describe_group, list_groups
 from txbroker.kafka.client.reader import READ_UNCOMMITTED, Reader, offsets_at
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.door.delivering import KafkaDeliveryWriter
-from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming, store_copies
+from txbroker.kafka.client.transaction import TransactionalWriter, WriterTraits, group_writer
+from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming
 from txbroker.kafka.door.log import append_records
 from txbroker.kafka.door.targets import Owners
 
-_TRUNCATED_RETRIES = 3
 _SETTLED_POLL_S = 0.1
-
-
-class RecordsRefused(KafkaUnavailable):
-    """A broker refused records: the message holds its reason."""
-
-    lasting = True
 
 
 class KafkaConsumingDoor(ConsumingDoor):
@@ -141,15 +132,7 @@ class KafkaConsumingDoor(ConsumingDoor):
         topic, number = partition
         reader = Reader(self._client, topic, number, f"read/{topic}-{number}", append_time=False)
         end = min(end, (await self.offsets([partition], LATEST))[partition])
-        for _attempt in range(_TRUNCATED_RETRIES):
-            records: list[Record] = []
-            try:
-                async for some in reader.read(max(start, await reader.start()), end):
-                    records += some
-            except LogTruncated:
-                continue  # older records were deleted meanwhile
-            return records
-        raise KafkaUnavailable(f"records of {reader.name} are deleted faster than read: retry")
+        return await reader.read_kept(start, end)
 
     async def append(self, topic: str, partition: int, records: Sequence[Record]) -> None:
         """Append records outside of a transaction.
@@ -158,27 +141,26 @@ class KafkaConsumingDoor(ConsumingDoor):
             RecordsRefused: a broker refused a batch; earlier ones are stored.
             KafkaUnavailable: a batch may or may not be stored.
         """
-        try:
-            await append_records(self._client, topic, partition, records)
-        except AppendRefused as error:
-            raise RecordsRefused(str(error)) from None
-        except AppendUnknown as error:
-            raise KafkaUnavailable(str(error)) from None
+        await append_records(self._client, topic, partition, records)
 
     async def store(self, group: str, copies: Sequence[Copy]) -> None:
         """Append records in one Kafka transaction, see `ConsumingDoor.store`.
 
         Raises:
-            CopyRefused: a broker refused one; none is stored.
+            Refused: a broker refused one; none is stored.
             KafkaUnavailable: the result is unknown.
         """
-        await store_copies(self._client, group, copies)
+        writer = group_writer(self._client, group)
+        await writer.claim()
+        await writer.write(copies)
+        await writer.commit()
 
-    def delivery_writer(
-        self, transactional_id: str, topic: str, key: str, *, take: bool = False
-    ) -> KafkaDeliveryWriter:
-        """Return the writer of a relay, see `ConsumingDoor.delivery_writer`."""
-        return KafkaDeliveryWriter(self._client, transactional_id, topic, key, take=take)
+    def writer(
+        self, transactional_id: str, position: PositionRecord, *, take: bool = False
+    ) -> TransactionalWriter:
+        """Return a writer, see `ConsumingDoor.writer`."""
+        channel, traits = f"relay/{transactional_id}", WriterTraits("relay", take=take)
+        return TransactionalWriter(self._client, transactional_id, channel, traits, position)
 
     # --- groups ------------------------------------------------------------------------------
 

@@ -131,7 +131,7 @@ class KafkaDoor(Door):
 
     async def _read_layout(self) -> Layout | None:
         reader = Reader(self._client, self.settings.groups_topic, 0, "groups/layout")
-        return find_layout(await reader.read_all(await reader.end()))
+        return find_layout(await reader.read_kept(0, await reader.end()))
 
     async def plan(self) -> topics.Plan:
         """Return the changes that `txbroker topics apply` would make."""

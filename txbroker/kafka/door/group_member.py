@@ -10,13 +10,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from txbroker.core.consuming.assignment import Subscription, assign
-from txbroker.door.consuming import CommitFenced, Copy, MemberListener, Partition, StoredOffset
+from txbroker.door.consuming import MemberListener, StoredOffset
 from txbroker.door.protocols import TAKEN
+from txbroker.door.writing import Copy, Fenced, Partition
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused
-from txbroker.kafka.client.member import InstanceHolder, Member, MemberIdentity
+from txbroker.kafka.client.member import InstanceHolder, Member
 from txbroker.kafka.client.member_loop import MemberLoop
-from txbroker.kafka.door.group_offsets import GroupOffsets
+from txbroker.kafka.door.group_offsets import CommittedOffsets
 from txbroker.kafka.protocol.codes import RETRIABLE, Code
 from txbroker.kafka.protocol.subscription import (
     AssignmentData,
@@ -164,7 +165,7 @@ class KafkaGroupMember:
         self._lease_s = timing.lease_s
         self._member = ConsumerMember(client, group, instance, timing.session_s)
         self.owned = self._member.owned
-        self._offsets = GroupOffsets(client, group, self._member.identity)
+        self._offsets = CommittedOffsets(client, group, self._member.identity)
         permanent = {
             code: f"group {group} {why.format(session_s=timing.session_s)}"
             for code, why in _PERMANENT.items()
@@ -253,11 +254,11 @@ class KafkaGroupMember:
     ) -> None:
         while True:
             if self._loop.joined is None:
-                raise CommitFenced(f"{_OUT}: nothing is stored")
+                raise Fenced(f"{_OUT}: nothing is stored")
             generation = self._member.identity.generation
             try:
                 return await self._offsets.commit(offsets, copies)
-            except CommitFenced:
+            except Fenced:
                 if not await self._joins_after(generation):
                     raise
 
@@ -290,13 +291,3 @@ class KafkaGroupMember:
             "consumer stays out of the group until the other one ends: stop one of them, or "
             "give it another instance"
         )
-
-
-async def store_copies(client: Client, group: str, copies: Sequence[Copy]) -> None:
-    """Write copies of a group's messages in one Kafka transaction, without a member.
-
-    Raises:
-        CopyRefused
-        KafkaUnavailable: the result is unknown.
-    """
-    await GroupOffsets(client, group, MemberIdentity()).commit({}, copies)

@@ -24,6 +24,12 @@ _BATCH_BYTES = 1_000_000
 _LARGE_BYTES = (1 << 31) - 1
 
 
+class RecordsRefused(KafkaUnavailable):
+    """A broker refused records: the message holds its reason."""
+
+    lasting = True
+
+
 class KafkaLog(Log):
     """A `Log` on a real Kafka; `shared` combines its batches with those of other logs."""
 
@@ -117,11 +123,16 @@ async def append_records(
     """Append records outside of a transaction, in batches that topics take by default.
 
     Raises:
-        AppendRefused: a broker refused a batch; earlier ones are stored.
-        AppendUnknown: a batch may or may not be stored.
+        RecordsRefused: a broker refused a batch; earlier ones are stored.
+        KafkaUnavailable: a batch may or may not be stored.
     """
     log = KafkaLog(client, topic, partition, "append/records", _LARGE_BYTES)
     while records:
         count = batch_body(records, _BATCH_BYTES).count
-        await log.append(records[:count])
+        try:
+            await log.append(records[:count])
+        except AppendRefused as error:
+            raise RecordsRefused(str(error)) from None
+        except AppendUnknown as error:
+            raise KafkaUnavailable(str(error)) from None
         records = records[count:]

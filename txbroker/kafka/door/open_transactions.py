@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from txbroker.core.records import Cause
-from txbroker.door.protocols import PromotionTxnLost
+from txbroker.door.writing import Partition, Unknown
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused
 from txbroker.kafka.client.leaders import confirm_leaders
@@ -28,7 +28,7 @@ from txbroker.kafka.client.reader import READ_COMMITTED, READ_UNCOMMITTED, end_o
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.protocol.schemas import describe_producers
-from txbroker.kafka.protocol.transactions import Partition, by_topic
+from txbroker.kafka.protocol.transactions import by_topic
 from txbroker.net.timers import Backoff, grown_pause_s
 
 HANGING = "hanging"
@@ -257,7 +257,7 @@ class UnconfirmedWrites:
         Called before its next transaction: the end of that one would end whatever is left open.
 
         Raises:
-            PromotionTxnLost: a transaction is still open, or may be. The next claim quarantines the
+            Unknown: a transaction is still open, or may be. The next claim quarantines the
                 targets concerned.
         """
         waits = 0
@@ -275,7 +275,7 @@ class UnconfirmedWrites:
                 self._last.pop(partition, None)
             if causes and backoff.left_s <= 0:
                 cause = next(iter(causes.values()))
-                raise PromotionTxnLost(cause.message, cause)
+                raise Unknown(cause.message, cause)
 
 
 def _cause(partition: Partition, state: ProducerState) -> Cause:

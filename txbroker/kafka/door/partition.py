@@ -14,33 +14,27 @@ from txbroker.door.own_topics import CheckpointScan
 from txbroker.door.protocols import (
     AppendUnknown,
     Claimed,
-    Fenced,
     Hanging,
     Log,
     LogTruncated,
     PartitionDoor,
     PromotionTxn,
-    PromotionTxnLost,
-    PromotionTxnRefused,
 )
+from txbroker.door.writing import Copy, Fenced, Partition, Refused, Unknown
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.kafka.client.client import Client
-from txbroker.kafka.client.producer import (
-    BatchRefused,
-    BatchUnknown,
-    Producer,
-    ProducerFenced,
-    Stored,
-)
 from txbroker.kafka.client.reader import Picker, Reader
 from txbroker.kafka.client.shared_writes import SharedWrites
+from txbroker.kafka.client.transaction import TransactionalWriter
 from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.door.open_transactions import HANGING, OpenTransactionGuard
-from txbroker.kafka.door.pipelined_writer import KafkaPromotionTxn, PipelinedTxnWriter
+from txbroker.kafka.door.pipelined_writer import (
+    KafkaPromotionTxn,
+    PipelinedTxnWriter,
+    promotion_writers,
+)
 from txbroker.kafka.door.stable_offset import StableEnds
-from txbroker.kafka.protocol.batch import batch_body
-from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.timers import Backoff
 
 _PAUSE_S = 0.002
@@ -51,13 +45,6 @@ _REST, _REST_MAX_S = 2.0, 0.1
 
 _NUMBERS = itertools.count()
 """Makes channel names unique, so that closing an old door closes no channel of a new one."""
-
-
-def producers_of(client: Client, partition: int, channel: str) -> tuple[Producer, Producer]:
-    """Return the producers of a half partition, not started."""
-    ids = (f"{client.settings.half_topic}-{partition}-{side}" for side in "ab")
-    first, second = (Producer(client, f"{channel}{id[-1]}", id) for id in ids)
-    return first, second
 
 
 async def read_checkpoint(reader: Reader, producers: Collection[int]) -> CheckpointScan:
@@ -152,31 +139,30 @@ class KafkaPartitionDoor(PartitionDoor):
         await self._retire()
         failpoint("claim.beginning")
         backoff = Backoff(self._settings.claim_timeout_s, _PAUSE_S, _PAUSE_MAX_S)
-        producers = self._producers()
+        writers = self._writers()
         try:
-            for producer in producers:
-                await producer.start(backoff)
+            for writer in writers:
+                await writer.claim(backoff)
                 failpoint("claim.fenced")
+            producers = [writer.producer for writer in writers]
             guard = OpenTransactionGuard(self._client, f"{self._channel}guard", producers)
             await self._verify_own_topics(guard, backoff)
             claim = structs.replace(claim, producers=tuple(one.id for one in producers))
-            stored = await self._write_claim(producers[0], claim, backoff)
-        except ProducerFenced:
+            offset = await self._write_claim(writers[0], claim)
+        except Fenced:
             raise Fenced("another owner claimed at the same time") from None
-        except (BatchRefused, BatchUnknown) as error:
-            raise KafkaUnavailable(f"the claim of partition {self.partition}: {error}") from None
-        await self._wait_until_visible(stored.base_offset)
+        await self._wait_until_visible(offset)
         failpoint("claim.seen")
         claimed = await self._read_progress(claim)
         failpoint("claim.read")
         self._guard = guard
         self._writer = PipelinedTxnWriter(
-            self._client, self.partition, producers, self._bytes_max, guard, self._stable
+            self._settings, self.partition, writers, guard, self._stable
         )
         return claimed
 
-    def _producers(self) -> tuple[Producer, Producer]:
-        return producers_of(self._client, self.partition, self._channel)
+    def _writers(self) -> tuple[TransactionalWriter, TransactionalWriter]:
+        return promotion_writers(self._client, self.partition, self._channel, self._bytes_max)
 
     async def _verify_own_topics(self, guard: OpenTransactionGuard, backoff: Backoff) -> None:
         """Wait until our own topics hold no open transaction of an earlier claim.
@@ -191,14 +177,12 @@ class KafkaPartitionDoor(PartitionDoor):
             if not await backoff.pause():
                 raise KafkaUnavailable(causes[0].message)
 
-    async def _write_claim(self, producer: Producer, claim: Claim, backoff: Backoff) -> Stored:
-        body = batch_body([encode_claim(claim)])
-        await producer.add([self._checkpoint_at], backoff)
-        stored = await producer.produce({self._checkpoint_at: body}, backoff)
+    async def _write_claim(self, writer: TransactionalWriter, claim: Claim) -> int:
+        (offset,) = await writer.send([Copy(*self._checkpoint_at, encode_claim(claim))])
         failpoint("claim.produced")
-        await producer.end(commit=True, backoff=backoff)
+        await writer.commit()
         failpoint("claim.committed")
-        return stored[self._checkpoint_at]
+        return offset
 
     async def _wait_until_visible(self, offset: int) -> None:
         """Wait until an offset of the checkpoint topic is visible."""
@@ -261,10 +245,10 @@ class KafkaPartitionDoor(PartitionDoor):
     async def write(self, txn: PromotionTxn) -> KafkaPromotionTxn:
         """Write a promotion transaction; see `PipelinedTxnWriter.write`."""
         if self._writer is None:
-            raise PromotionTxnLost(f"partition {self.partition} is not claimed")
+            raise Unknown(f"partition {self.partition} is not claimed")
         try:
             return await self._writer.write(txn)
-        except PromotionTxnRefused as error:
+        except Refused as error:
             self._refused(error.cause)
             raise
 

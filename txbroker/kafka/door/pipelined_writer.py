@@ -1,48 +1,31 @@
-"""Write promotion transactions with two producers alternately: one writes while the coordinator
+"""Write promotion transactions with two writers alternately: one writes while the coordinator
 still writes the markers of the other's transaction.
 
 Rules that keep a transaction atomic: it is written after the previous one was written, and ended
 after the previous commit was acknowledged; only the coordinator's answer ends it; it includes no
 partition in which an earlier transaction of the same producer may still be open. Any other error
-breaks the
-writer for good: then a claim creates new producers.
+breaks the pair for good: then a claim begins with new producers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from txbroker.core.encoding import encode_progress
-from txbroker.core.records import Cause, Record
 from txbroker.door.protocols import (
-    Fenced,
     PromotionTxn,
     PromotionTxnHandle,
-    PromotionTxnLost,
-    PromotionTxnRefused,
     begin_commit,
     commit_outcome,
     raised_again,
 )
-from txbroker.errors import KafkaUnavailable
-from txbroker.failpoints import failpoint
+from txbroker.door.writing import Copy, Fenced, Partition, Refused, Unknown
 from txbroker.kafka.client.client import Client
-from txbroker.kafka.client.producer import (
-    BatchRefused,
-    BatchUnknown,
-    Producer,
-    ProducerFenced,
-    Stored,
-)
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.client.transaction import TransactionalWriter, WriterTraits
 from txbroker.kafka.door.open_transactions import OpenTransactionGuard, UnconfirmedWrites
 from txbroker.kafka.door.stable_offset import StableEnds
-from txbroker.kafka.protocol.batch import Body, batch_bodies
-from txbroker.kafka.protocol.codes import RETRIABLE, Code, describe
-from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.timers import Backoff
 
 # The previous transaction's markers on the same transactional id take milliseconds.
@@ -52,68 +35,96 @@ _ADD_TIMEOUT_S = 5.0
 _ABORT_TIMEOUT_S = 1.0
 
 
-_Batches: TypeAlias = dict[Partition, list[Body]]
-"""A transaction's records by partition, encoded as batches."""
+def promotion_writers(
+    client: Client, partition: int, channel: str, bytes_max: Callable[[str], int]
+) -> tuple[TransactionalWriter, TransactionalWriter]:
+    """Return the writers of a half partition, not claimed.
+
+    Args:
+        bytes_max: returns a topic's maximum batch size.
+    """
+    settings = client.settings
+    traits = WriterTraits(
+        "turn",
+        bytes_max=bytes_max,
+        add_s=_ADD_TIMEOUT_S,
+        # Short, because the open transaction blocks the readers of all targets.
+        write_s=settings.request_timeout_s,
+        end_s=settings.transaction_timeout_s,
+        pause_s=_PAUSE_S,
+        pause_max_s=_PAUSE_MAX_S,
+    )
+    ids = (f"{settings.half_topic}-{partition}-{side}" for side in "ab")
+    first, second = (TransactionalWriter(client, id, f"{channel}{id[-1]}", traits) for id in ids)
+    return first, second
 
 
 class PipelinedTxnWriter:
-    """Writes the promotion transactions of one half partition, from a claim until an error."""
+    """Writes the promotion transactions of one half partition, from a claim until an error.
+
+    Args:
+        writers: claimed.
+    """
 
     def __init__(
         self,
-        client: Client,
+        settings: KafkaSettings,
         partition: int,
-        producers: tuple[Producer, Producer],
-        bytes_max: Callable[[str], int],
+        writers: tuple[TransactionalWriter, TransactionalWriter],
         guard: OpenTransactionGuard,
         stable: StableEnds,
     ) -> None:
-        settings = client.settings
         self._guard = guard
         self._stable = stable
-        self._unconfirmed = tuple(UnconfirmedWrites(p, guard, stable) for p in producers)
+        self._unconfirmed = tuple(UnconfirmedWrites(w.producer, guard, stable) for w in writers)
         self._settings = settings
-        self._producers = producers
-        self._bytes_max = bytes_max
+        self._writers = writers
         self._checkpoint = (settings.checkpoint_topic, partition)
         self._parked = (settings.parked_topic, partition)
         self._written = 0
         self._commits: list[asyncio.Task[None] | None] = [None, None]
-        self._broken: Fenced | PromotionTxnLost | PromotionTxnRefused | None = None
+        self._broken: Fenced | Unknown | Refused | None = None
         self._writing = False
 
     async def write(self, txn: PromotionTxn) -> KafkaPromotionTxn:
         """Write a transaction; return once its records are acknowledged and the next may follow.
 
         Raises:
-            PromotionTxnRefused: a record was refused; the transaction is aborted.
-            Fenced, PromotionTxnLost: claim again.
+            Refused: a record was refused; the transaction is aborted.
+            Fenced, Unknown: claim again.
         """
         if self._writing:
             raise AssertionError("promotion transactions are written one at a time")
         self._check()
         side = self._written % 2
-        producer, own = self._producers[side], self._commits[side]
+        writer, own = self._writers[side], self._commits[side]
         self._writing = True
         try:
             if own is not None:
                 await commit_outcome(own)
-            batches, places = self._batches(txn)
-            await self._wait_for_ends(self._unconfirmed[side], batches)
+            copies = [
+                *txn.promoted,
+                *(Copy(*self._parked, record) for record in txn.parked),
+                Copy(*self._checkpoint, encode_progress(txn.progress)),
+            ]
+            last = {(copy.topic, copy.partition): -1 for copy in copies}
+            await self._wait_for_ends(self._unconfirmed[side], last)
             # The previous commit may have failed meanwhile.
             self._check()
-            offsets = await self._write_or_break(producer, batches)
+            offsets = await self._write_or_break(writer, copies)
         finally:
             self._writing = False
-        last = {partition: numbers[-1] for partition, numbers in offsets.items()}
+        for copy, offset in zip(copies, offsets, strict=True):
+            last[copy.topic, copy.partition] = offset
         self._unconfirmed[side].add(last)
         self._written += 1
-        commit = begin_commit(self._commit(producer, self._commits[1 - side]))
+        commit = begin_commit(self._commit(writer, self._commits[1 - side]))
         self._commits[side] = commit
+        count = len(txn.promoted)
         return KafkaPromotionTxn(
             self._stable,
-            [offsets[partition][index] for partition, index in places],
-            offsets.get(self._parked, ()),
+            offsets[:count],
+            offsets[count:-1],
             last,
             commit,
             self._settings.visible_timeout_s,
@@ -122,7 +133,7 @@ class PipelinedTxnWriter:
 
     async def close(self) -> None:
         """Stop. The next claim, or Kafka's timeout, aborts an open transaction."""
-        self._break(PromotionTxnLost("the partition was closed"))
+        self._break(Unknown("the partition was closed"))
         commits = [commit for commit in self._commits if commit is not None]
         for commit in commits:
             commit.cancel()
@@ -138,113 +149,62 @@ class PipelinedTxnWriter:
         It has not begun yet, so an error needs no abort.
         """
         try:
-            await unconfirmed.wait_until_ended(partitions, self._backoff(_ADD_TIMEOUT_S))
+            await unconfirmed.wait_until_ended(
+                partitions, Backoff(_ADD_TIMEOUT_S, _PAUSE_S, _PAUSE_MAX_S)
+            )
             if self._parked in partitions:
                 # The claim verified it, but its leader may have changed since.
                 for cause in await self._guard.verify_no_open_txn([self._parked]):
-                    raise PromotionTxnLost(cause.message)
-        except PromotionTxnLost as error:
+                    raise Unknown(cause.message)
+        except Unknown as error:
             self._break(error)
             raise
 
-    async def _write_or_break(
-        self, producer: Producer, batches: _Batches
-    ) -> dict[Partition, list[int]]:
+    async def _write_or_break(self, writer: TransactionalWriter, copies: list[Copy]) -> list[int]:
         try:
-            offsets = await self._write(producer, batches)
+            offsets = await writer.send(copies)
             # The previous commit may have failed meanwhile.
             self._check()
-        except (Fenced, PromotionTxnLost, PromotionTxnRefused) as error:
+        except (Fenced, Unknown, Refused) as error:
             self._break(error)
-            await self._abort(producer, error)
+            await self._abort(writer, error)
             raise
         except BaseException:
             # Cancelled: it is unknown what was sent, and the next claim aborts it.
-            self._break(PromotionTxnLost("the write of a promotion transaction was cancelled"))
+            self._break(Unknown("the write of a promotion transaction was cancelled"))
             raise
         return offsets
 
-    async def _write(self, producer: Producer, batches: _Batches) -> dict[Partition, list[int]]:
-        """Write all batches; return the offsets of each partition's records, in order."""
-        offsets: dict[Partition, list[int]] = {partition: [] for partition in batches}
-        with translated():
-            await producer.add(list(batches), self._backoff(_ADD_TIMEOUT_S))
-            failpoint("turn.begun")
-            for number in range(max(map(len, batches.values()))):
-                # A request takes one batch per partition, so further ones follow in turn.
-                some = {p: parts[number] for p, parts in batches.items() if number < len(parts)}
-                # Short, because the open transaction blocks the readers of all targets.
-                backoff = self._backoff(self._settings.request_timeout_s)
-                stored = await producer.produce(some, backoff)
-                for partition, where in stored.items():
-                    offsets[partition].extend(_offsets(where, some[partition].count))
-            failpoint("turn.produced")
-        return offsets
-
-    def _batches(self, txn: PromotionTxn) -> tuple[_Batches, list[tuple[Partition, int]]]:
-        """Return the batches of each partition, and the place of each promoted record: its
-        partition and its number among the records for it."""
-        by_partition: dict[Partition, list[Record]] = {}
-        places = []
-        for topic, number, record in txn.promoted:
-            records = by_partition.setdefault((topic, number), [])
-            places.append(((topic, number), len(records)))
-            records.append(record)
-        if txn.parked:
-            by_partition[self._parked] = list(txn.parked)
-        by_partition[self._checkpoint] = [encode_progress(txn.progress)]
-        batches = {
-            partition: batch_bodies(records, self._bytes_max(partition[0]))
-            for partition, records in by_partition.items()
-        }
-        return batches, places
-
-    def _backoff(self, seconds: float) -> Backoff:
-        return Backoff(seconds, _PAUSE_S, _PAUSE_MAX_S)
-
     # --- end ---------------------------------------------------------------------------------
 
-    async def _commit(self, producer: Producer, before: asyncio.Task[None] | None) -> None:
+    async def _commit(self, writer: TransactionalWriter, before: asyncio.Task[None] | None) -> None:
         try:
             if before is not None:
                 await commit_outcome(before)
-            with translated():
-                backoff = self._backoff(self._settings.transaction_timeout_s)
-                failpoint("turn.ending")
-                await producer.end(commit=True, backoff=backoff)
-                failpoint("turn.ended")
-        except (Fenced, PromotionTxnLost, PromotionTxnRefused) as error:
+            await writer.commit()
+        except (Fenced, Unknown, Refused) as error:
             self._break(error)
             if before is not None and before.done() and _failed(before):
                 # The previous one may not be committed, so this one must not be either.
-                await self._abort(producer, error)
+                await self._abort(writer, error)
             raise raised_again(error) from None
 
-    async def _abort(self, producer: Producer, error: Exception) -> None:
+    async def _abort(self, writer: TransactionalWriter, error: Exception) -> None:
         """Try to unblock the targets' readers early; the next claim aborts it in any case."""
-        if isinstance(error, Fenced):
-            return
-        with contextlib.suppress(ProducerFenced, KafkaUnavailable, TimeoutError):
-            ending = producer.end(commit=False, backoff=self._backoff(_ABORT_TIMEOUT_S))
-            await asyncio.wait_for(ending, _ABORT_TIMEOUT_S)
+        if not isinstance(error, Fenced):
+            await writer.give_up(_ABORT_TIMEOUT_S)
 
     def _check(self) -> None:
         if self._broken is not None:
             raise raised_again(self._broken)
 
-    def _break(self, error: Fenced | PromotionTxnLost | PromotionTxnRefused) -> None:
+    def _break(self, error: Fenced | Unknown | Refused) -> None:
         if self._broken is None:
             self._broken = error
 
 
 def _failed(task: asyncio.Task[None]) -> bool:
     return task.cancelled() or task.exception() is not None
-
-
-def _offsets(where: Stored, count: int) -> list[int]:
-    if where.base_offset < 0:
-        return [-1] * count
-    return list(range(where.base_offset, where.base_offset + count))
 
 
 # --- written transactions ------------------------------------------------------------------------
@@ -280,72 +240,3 @@ class KafkaPromotionTxn(PromotionTxnHandle):
         await self.committed()
         await self._stable.pass_by(self._last, self._visible_timeout_s)
         self._on_visible(self._last)
-
-
-# The state of producer or coordinator is lost; the record is valid.
-_PRODUCER_LOST = frozenset(
-    {
-        Code.OUT_OF_ORDER_SEQUENCE,
-        Code.UNKNOWN_PRODUCER_ID,
-        Code.INVALID_TXN_STATE,
-        Code.INVALID_PRODUCER_ID_MAPPING,
-        Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
-        Code.COORDINATOR_LOADING,
-        Code.COORDINATOR_NOT_AVAILABLE,
-        Code.NOT_COORDINATOR,
-        Code.CONCURRENT_TRANSACTIONS,
-        Code.TRANSACTION_ABORTABLE,
-        Code.UNSUPPORTED_VERSION,
-    }
-)
-_CAUSES = {
-    Code.MESSAGE_TOO_LARGE: ("too_large", "is larger than max.message.bytes: raise that setting"),
-    Code.RECORD_LIST_TOO_LARGE: ("too_large", "is larger than a segment: raise segment.bytes"),
-    Code.TOPIC_AUTHORIZATION_FAILED: (
-        "not_authorized",
-        "may not be written by this proxy: grant it Write on the topic, then revive",
-    ),
-    Code.UNKNOWN_TOPIC_OR_PARTITION: ("unknown_topic", "does not exist: create it"),
-    Code.INVALID_TIMESTAMP: (
-        "bad_timestamp",
-        "rejects the message's timestamp: see message.timestamp.before.max.ms and "
-        "message.timestamp.after.max.ms",
-    ),
-    Code.INVALID_RECORD: (
-        "bad_record",
-        "rejects the message: a compacted topic takes none without a key",
-    ),
-}
-
-
-def cause_of(error: BatchRefused) -> Cause:
-    """Return why a target refused a batch."""
-    topic, number = error.partition
-    name = f"{topic}-{number}"
-    passing = error.code in RETRIABLE
-    try:
-        code, sentence = _CAUSES[Code(error.code)]
-    except (ValueError, KeyError):
-        return Cause("refused", f"{name} refused: {describe(error.code)}", topic, number, passing)
-    return Cause(code, f"{name} {sentence}", topic, number, passing)
-
-
-@contextmanager
-def translated() -> Iterator[None]:
-    """Translate a producer's errors into those of the door."""
-    try:
-        yield
-    except ProducerFenced:
-        raise Fenced from None
-    except BatchRefused as error:
-        if error.code in _PRODUCER_LOST:
-            raise PromotionTxnLost(str(error)) from None
-        raise PromotionTxnRefused(cause_of(error)) from None
-    except BatchUnknown as error:
-        topic, number = error.partition
-        cause = Cause(
-            "no_answer", f"its leader does not answer: {error}", topic, number, passing=True
-        )
-        raise PromotionTxnLost(str(error), cause) from None
-    except KafkaUnavailable as error:
-        raise PromotionTxnLost(str(error)) from None

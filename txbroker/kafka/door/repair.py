@@ -19,7 +19,9 @@ from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.door.log import KafkaLog
-from txbroker.kafka.door.partition import producers_of, read_checkpoint
+from txbroker.kafka.door.partition import read_checkpoint
+from txbroker.kafka.door.pipelined_writer import promotion_writers
+from txbroker.kafka.protocol.copies import default_bytes
 from txbroker.net.timers import Backoff
 
 _CHANNEL = "repair"
@@ -101,8 +103,8 @@ class Repair:
         backoff = Backoff(
             self._client.settings.claim_timeout_s, self._client.settings.retry_backoff_s
         )
-        producers = producers_of(self._client, number, f"{_CHANNEL}/")
-        known = {await one.known_id(backoff) for one in producers}
+        writers = promotion_writers(self._client, number, f"{_CHANNEL}/", default_bytes)
+        known = {await one.producer.known_id(backoff) for one in writers}
         return await read_checkpoint(self._reader(CHECKPOINT, number), () if -1 in known else known)
 
     async def _partition(self, number: int) -> AsyncIterator[Stop]:

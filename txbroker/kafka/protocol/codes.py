@@ -119,6 +119,16 @@ TRANSACTION_BROKEN = FENCED | {
 }
 """The transaction cannot be committed, for example because it has timed out. The next one may."""
 
+PRODUCER_LOST = TRANSACTION_BROKEN | {
+    Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+    Code.COORDINATOR_LOADING,
+    Code.COORDINATOR_NOT_AVAILABLE,
+    Code.NOT_COORDINATOR,
+    Code.CONCURRENT_TRANSACTIONS,
+    Code.UNSUPPORTED_VERSION,
+}
+"""The state of producer or coordinator is at fault, and no record."""
+
 TOPIC_REFUSED = frozenset(
     {Code.UNKNOWN_TOPIC_OR_PARTITION, Code.INVALID_TOPIC, Code.TOPIC_AUTHORIZATION_FAILED}
 )

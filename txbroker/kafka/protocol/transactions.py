@@ -8,7 +8,7 @@ requests, EndTxn may be retried until answered, and Produce adds its partition t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from txbroker.kafka.protocol.encoder import Request
 from txbroker.kafka.protocol.schemas import (
@@ -32,9 +32,6 @@ _REQUIRED_BY_V2 = {
     request.API_KEY: request.API_VERSION for request in (InitProducerIdV5, EndTxnV5, ProduceV12)
 }
 _EPOCH_MAX = (1 << 15) - 1
-
-Partition: TypeAlias = tuple[str, int]
-"""A topic and the number of one of its partitions."""
 
 _T = TypeVar("_T")
 

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from txbroker.core.records import Record
 from txbroker.door.protocols import LogTruncated
+from txbroker.door.writing import Partition
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import (
@@ -33,7 +34,6 @@ from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.batch import decode_batch
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.protocol.schemas import RIGHTS_NOT_REQUESTED, ListOffsetsV3, metadata
-from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.timers import Backoff
 
 _CHANNEL = "audit"

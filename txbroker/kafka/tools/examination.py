@@ -14,6 +14,7 @@ from txbroker.contract.audit import BATCH_KEY, STREAM_KEY
 from txbroker.core.records import Record
 from txbroker.door.consuming import TopicSpec
 from txbroker.door.own_topics import Layout, find_layout
+from txbroker.door.writing import Partition
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import (
@@ -39,7 +40,6 @@ from txbroker.kafka.protocol.schemas import (
     metadata,
     newest_timestamps,
 )
-from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.timers import Backoff
 
 _CHANNEL = "examine"
@@ -252,7 +252,7 @@ class KafkaExamination(ClientOwner):
 
     async def _records(self, topic: str) -> list[Record]:
         reader = Reader(self._client, topic, 0, f"{_CHANNEL}/{topic}", append_time=False)
-        return await reader.read_all(await reader.stable_end())
+        return await reader.read_kept(0, await reader.stable_end())
 
     async def set_aside(self) -> list[Found]:
         """Return the newest records of other clients in txbroker's own topics that stop no

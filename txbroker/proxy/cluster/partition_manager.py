@@ -13,7 +13,8 @@ from txbroker.config.settings import Settings
 from txbroker.contract.service import PartitionState, Readiness
 from txbroker.core.encoding import installation_headers
 from txbroker.core.records import RECORD_VERSION
-from txbroker.door.protocols import Assignment, Door, Fenced, Hanging, LogTruncated, Targets
+from txbroker.door.protocols import Assignment, Door, Hanging, LogTruncated, Targets
+from txbroker.door.writing import Fenced
 from txbroker.error_text import raised_at, safe_repr, user_message
 from txbroker.errors import ConfigurationError, KafkaUnavailable, NewerRecord, OwnerUnavailable
 from txbroker.failpoints import failpoint
@@ -462,12 +463,12 @@ class PartitionManager:
             return
         slot.owner = None
         self._until_done(asyncio.create_task(owner.close()))
-        if isinstance(error, KafkaUnavailable):
-            log.warning("partition begins anew", partition=partition, why=str(error))
-            self._begin(partition)
-        elif isinstance(error, Fenced):
+        if isinstance(error, Fenced):
             self._events.fenced()
             self._give_up(partition, slot)
+        elif isinstance(error, KafkaUnavailable):
+            log.warning("partition begins anew", partition=partition, why=str(error))
+            self._begin(partition)
         else:
             self._stopped(partition, slot, error)
         self._notify()

@@ -98,8 +98,11 @@ class PromotionSpans(Struct, frozen=True):
             )
 
 
-def promotion_spans(transactions: Iterable[Transaction]) -> PromotionSpans:
-    """Begin the spans of a promotion transaction, while its messages are in memory."""
+def promotion_spans(transactions: Iterable[Transaction]) -> PromotionSpans | None:
+    """Begin the spans of a promotion transaction, while its messages are in memory; None: tracing
+    is off."""
+    if not tracing.active:
+        return None
     contexts = [(transaction, context_of(transaction.messages)) for transaction in transactions]
     sampled = [(one, context) for one, context in contexts if context and context.sampled]
     return PromotionSpans(time.time_ns(), tuple(sampled))

@@ -1,12 +1,14 @@
 """The brokers' clock, whether Kafka answers, and limits for long work and promotions."""
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
 
 from txbroker.core.ledger import Ledger
 from txbroker.core.transaction import Transaction
+from txbroker.net.timers import Backoff
 
 CLOCKS_APART_MS = 1000
 """Tolerated difference of two brokers' clocks; `txbroker doctor` warns above it."""
@@ -186,3 +188,11 @@ class TxnLimiter:
                 self._in_flight += 1
                 admitted.set_result(None)
                 break
+
+
+CLAIM_PAUSE_S, CLAIM_PAUSE_MAX_S = 0.2, 2.0
+
+
+def claim_backoff() -> Backoff:
+    """Return the pauses between claims of a partition; they have no end."""
+    return Backoff(math.inf, CLAIM_PAUSE_S, CLAIM_PAUSE_MAX_S)

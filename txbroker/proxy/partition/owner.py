@@ -36,24 +36,28 @@ Until the logs are replayed (`recover`), `BodyCache` is the only follower.
 """
 
 import asyncio
-import math
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from txbroker.contract.service import PartitionState
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Claim, State
-from txbroker.door.protocols import Claimed, Fenced, Hanging, PartitionDoor, Targets
+from txbroker.door.protocols import Claimed, Hanging, PartitionDoor, Targets
+from txbroker.door.writing import Fenced
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
-from txbroker.net.timers import Backoff
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.partition.appender import Appender, LogReplica
 from txbroker.proxy.partition.body_cache import BodyCache
 from txbroker.proxy.partition.checkback import CheckBack, Runner
-from txbroker.proxy.partition.clock import KafkaAnswers, LogClockFollower, Yielder
+from txbroker.proxy.partition.clock import (
+    KafkaAnswers,
+    LogClockFollower,
+    Yielder,
+    claim_backoff,
+)
 from txbroker.proxy.partition.context import (
     OwnerSettings,
     PartitionContext,
@@ -71,8 +75,6 @@ IDLE_S = 1.0
 """After this time without an append an owner reads its logs for records of other owners."""
 EDGES_S = 10.0
 """Interval at which an owner verifies its logs and what retention deleted."""
-CLAIM_PAUSE_S = 0.2
-CLAIM_PAUSE_MAX_S = 2.0
 """Pauses between claims are random and grow to the maximum."""
 
 log = get_logger(__name__)
@@ -315,12 +317,12 @@ class Claims:
 
     async def first(self) -> Claimed:
         """Claim a partition before its recovery; return what the claim found."""
-        backoff = _backoff()
+        backoff = claim_backoff()
         while True:
             try:
                 return await self._claim(first=True)
             except Fenced:
-                await self._pause(backoff)
+                await self._pause(backoff.pause)
 
     async def _claim(self, *, first: bool = False) -> Claimed:
         """Claim under a new id, once the owner is not suspended."""
@@ -333,14 +335,14 @@ class Claims:
         claim = Claim(proxy.record_version, context.claim.id, proxy.name, proxy.url)
         return await context.door.claim(claim)
 
-    async def _pause(self, backoff: Backoff) -> None:
+    async def _pause(self, pause: Callable[[], Awaitable[bool]]) -> None:
         """Pause before the next claim; raise `Fenced` if the partition has moved."""
-        await backoff.pause()
+        await pause()
         await self._check_ours()
 
     async def _check_ours(self) -> None:
         """Ask the group whether the partition is ours, until it answers."""
-        partition, backoff = self._context.partition, _backoff()
+        partition, backoff = self._context.partition, claim_backoff()
         while True:
             await self._context.gate.wait()
             try:
@@ -356,7 +358,7 @@ class Claims:
 
     async def reclaim(self, unseen: frozenset[str]) -> None:
         """Reclaim after a lost promotion transaction, and take over its result if committed."""
-        context, backoff = self._context, _backoff()
+        context, backoff = self._context, claim_backoff()
         while True:
             try:
                 await self._check_ours()
@@ -369,14 +371,14 @@ class Claims:
                 await self._half.catch_up()
                 copies = await read_copies(context.door, claimed.skips)
                 break
+            except Fenced:
+                await self._pause(backoff.pause)
             except KafkaUnavailable as error:
                 log.warning("claim failed", partition=context.partition, why=str(error))
                 if isinstance(error, Hanging):
                     self.hanging = True
                 context.events.kafka_failed("claim")
                 await backoff.pause()
-            except Fenced:
-                await self._pause(backoff)
         self.hanging = False
         # A snapshot in progress would contain a part of the changes that follow.
         self._snapshots.abandon()
@@ -390,7 +392,3 @@ class Claims:
         # The lost promotion transactions may have refused some.
         waiting = [context.ledger.index.transactions.get(id) for id in context.visible]
         context.visible.release([t for t in waiting if t and t.state is not State.COMMITTED])
-
-
-def _backoff() -> Backoff:
-    return Backoff(math.inf, CLAIM_PAUSE_S, CLAIM_PAUSE_MAX_S)

@@ -18,23 +18,14 @@ from typing import Protocol
 
 from msgspec import Struct, field, structs
 
-from txbroker import tracing
 from txbroker.core.encoding import encode_kept, headers_bytes, kept_tombstones, promoted_headers
 from txbroker.core.lifecycle import SETTLED
 from txbroker.core.promotion import PromotionPlan, plan_promotion, transaction_bytes
 from txbroker.core.records import Cause, Checkpoint, Header, Place, Record, State
 from txbroker.core.settled import ShareUse
 from txbroker.core.transaction import Transaction
-from txbroker.door.protocols import (
-    Fenced,
-    NotVisible,
-    PromotionTxn,
-    PromotionTxnHandle,
-    PromotionTxnLost,
-    PromotionTxnRefused,
-    TargetFacts,
-    TargetRecord,
-)
+from txbroker.door.protocols import NotVisible, PromotionTxn, PromotionTxnHandle, TargetFacts
+from txbroker.door.writing import Copy, Refused, Unknown
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.proxy.observe.logging import get_logger
@@ -278,7 +269,7 @@ class Promoter:
             records = self._encode(txn)
             await self._context.gate.wait()
             handle = await self._door.write(records)
-        except PromotionTxnRefused as error:
+        except Refused as error:
             self._retries.isolate(plan.promote, error.cause)
             self._targets.forget(error.cause.topic)
             log.warning(
@@ -286,9 +277,9 @@ class Promoter:
             )
             self._lost = True
             self._failed(txn)
-        except (PromotionTxnLost, Fenced, KafkaUnavailable) as error:
+        except KafkaUnavailable as error:
             self._note_lost(txn, error)
-            if isinstance(error, PromotionTxnLost) and error.cause is not None:
+            if isinstance(error, Unknown) and error.cause is not None:
                 # Or every promotion transaction from now on would be lost with it.
                 self._quarantine.add(error.cause)
         else:
@@ -414,8 +405,7 @@ class Promoter:
             )
             parked.extend(records)
             txn.copies.append((transaction, len(records)))
-        if tracing.active:
-            txn.traced = promotion_spans(_decided_by(plan))
+        txn.traced = promotion_spans(_decided_by(plan))
         for transaction in [*[one for one in plan.promote if one.kept], *txn.release]:
             parked.extend(kept_tombstones(transaction.id, len(transaction.messages)))
         # Not as of the plan: transactions whose messages no longer exist are refused, too.
@@ -451,7 +441,7 @@ class Promoter:
         plan, ledger = txn.plan, self._ledger
         try:
             await handle.committed()
-        except (PromotionTxnLost, Fenced, KafkaUnavailable) as error:
+        except KafkaUnavailable as error:
             self._note_lost(txn, error)
             self._wake.set()
             return
@@ -540,9 +530,9 @@ def _ids(transactions: Iterable[Transaction]) -> list[str]:
 
 def _targets(
     transactions: Iterable[Transaction], installation: tuple[Header, ...]
-) -> tuple[TargetRecord, ...]:
+) -> tuple[Copy, ...]:
     """Return the records to promote of each transaction, in the order of its messages."""
-    targets: list[TargetRecord] = []
+    targets: list[Copy] = []
     for transaction in transactions:
         half, verdict = transaction.half, transaction.verdict
         messages = transaction.contents or half.messages
@@ -552,7 +542,7 @@ def _targets(
             at_ms = decided_at_ms if message.timestamp_ms is None else message.timestamp_ms
             record = Record(message.key, message.value, headers, at_ms)
             assert message.partition is not None
-            targets.append(TargetRecord(message.topic, message.partition, record))
+            targets.append(Copy(message.topic, message.partition, record))
     return tuple(targets)
 
 

@@ -12,7 +12,7 @@ import structlog
 
 from txbroker.core.records import Cause
 from txbroker.door.consuming import ConsumingDoor
-from txbroker.door.delivering import WriterFenced
+from txbroker.door.writing import Fenced, PositionRecord
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, TxbrokerError
 from txbroker.metrics import Collector, Samples
@@ -21,7 +21,7 @@ from txbroker.relay.capture.plan import Capture, CaptureSource
 from txbroker.relay.connections import open_door
 from txbroker.relay.metrics import RelayFigures
 from txbroker.relay.pump import Pump
-from txbroker.relay.relay import StillWaiting
+from txbroker.relay.settings import StillWaiting
 from txbroker.relay.sink import RelaySink
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
@@ -104,9 +104,9 @@ class RunningCapture:
             stack.push_async_callback(door.close)
             await self._check_targets(door)
             key = f"{name}/capture"
-            writer = door.delivery_writer(
-                f"{self._positions}.{name}.capture", self._positions, key, take=self._take_position
-            )
+            position = PositionRecord(self._positions, key)
+            id = f"{self._positions}.{name}.capture"
+            writer = door.writer(id, position, take=self._take_position)
             sink = RelaySink(door, writer, self._prefix)
             pump = Pump(key, source, sink, self._figures)
             moved = self._figures.moved
@@ -144,7 +144,7 @@ class RunningCapture:
             return
         try:
             self._task.result()
-        except WriterFenced:
+        except Fenced:
             raise ConfigurationError(
                 f"another process has taken over capture {self._capture.mapping.name}: if it "
                 "should not, two captures have this name; stop one, or give it another name"

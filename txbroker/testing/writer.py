@@ -1,6 +1,6 @@
-"""The writer of a relay's deliveries on a `MemoryKafka`.
+"""The writer of records and positions on a `MemoryKafka`.
 
-`txbroker.door.delivering` documents the methods and their errors.
+`txbroker.door.writing` documents the methods and their errors.
 """
 
 from __future__ import annotations
@@ -9,12 +9,18 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from txbroker.core.records import Record
-from txbroker.door.consuming import Copy, CopyRefused
-from txbroker.door.delivering import DeliveryWriter, PositionScan, WriterFenced, claim_record
-from txbroker.errors import KafkaUnavailable
-from txbroker.testing.groups import store_copies
-from txbroker.testing.memory import LostReply, MemoryKafka
-from txbroker.testing.topics import KafkaTransaction, RecordRefused
+from txbroker.door.delivering import PositionScan, claim_record
+from txbroker.door.writing import (
+    Copy,
+    Fenced,
+    GroupOffsets,
+    PositionRecord,
+    Refused,
+    Unknown,
+    Writer,
+)
+from txbroker.testing.memory import MemoryKafka
+from txbroker.testing.topics import KafkaTransaction, LostReply
 
 T = TypeVar("T")
 
@@ -25,8 +31,8 @@ class Home(Protocol):
     async def run(self, call: Callable[[], T]) -> T: ...
 
 
-class MemoryDeliveryWriter(DeliveryWriter):
-    """A `DeliveryWriter` in memory.
+class MemoryWriter(Writer):
+    """A `Writer` in memory.
 
     Attributes:
         lost: what happens to the next commit, whose answer is lost.
@@ -39,16 +45,15 @@ class MemoryDeliveryWriter(DeliveryWriter):
         home: Home,
         kafka: MemoryKafka,
         transactional_id: str,
-        topic: str,
-        key: str,
+        position: PositionRecord | None = None,
         *,
         take: bool = False,
     ) -> None:
         self._home = home
         self._kafka = kafka
         self._id = transactional_id
-        self._at = (topic, 0)
-        self._key = key.encode()
+        self._at = ("" if position is None else position.topic, 0)
+        self._key = b"" if position is None else position.key.encode()
         self._take = take
         self._known: frozenset[int] = frozenset()
         """The producer of the transactional id before the claim."""
@@ -56,8 +61,14 @@ class MemoryDeliveryWriter(DeliveryWriter):
         """The newest claim follows a position."""
         self._pending: Sequence[Copy] = ()
         """Written with the next call."""
+        self._sent = 0
+        """Records of the transaction before these."""
         self._transaction: KafkaTransaction | None = None
+        self._written: set[tuple[str, int]] = set()
+        """Partitions of the transaction."""
         self._claimed = False
+
+    # --- claim -------------------------------------------------------------------------------
 
     async def look(self) -> bytes | None:
         def look() -> bytes | None:
@@ -76,7 +87,7 @@ class MemoryDeliveryWriter(DeliveryWriter):
         return scan, scan.position(take=self._take)
 
     async def claim(self) -> bytes | None:
-        self._pending, self._transaction = (), None
+        self._drop()
 
         def fence() -> None:
             self._kafka.require_up()
@@ -84,13 +95,13 @@ class MemoryDeliveryWriter(DeliveryWriter):
             self._kafka.fence(self._id, self)
 
         await self._home.run(fence)
-        position = await self._home.run(self._claim)
+        position = await self._home.run(self._claim) if self._key else None
         self._claimed = True
         return position
 
     def _claim(self) -> bytes | None:
         transaction = self._open()
-        self._transaction = None
+        self._drop()
         claim = claim_record(self._key, position=False)
         try:
             base = self._kafka.write(*self._at, [claim], transaction)
@@ -106,49 +117,96 @@ class MemoryDeliveryWriter(DeliveryWriter):
             self._kafka.end(transaction, committed=False)
         return found.value if found is not None else None
 
+    # --- transactions ------------------------------------------------------------------------
+
     async def write(self, copies: Sequence[Copy]) -> None:
         if self._pending:
-            await self._run(self._send)
+            await self._run(lambda: self._send(self._open()))
         else:
             self._check_claimed()
         self._pending = copies
 
     async def abort(self) -> None:
-        transaction, self._pending, self._transaction = self._transaction, (), None
+        transaction = self._transaction
+        self._drop()
         if transaction is not None:
             await self._run(lambda: self._kafka.end(transaction, committed=False))
 
-    async def commit(self, position: bytes) -> None:
+    async def commit(
+        self, position: bytes | None = None, offsets: Sequence[GroupOffsets] = ()
+    ) -> None:
+        await self._run(lambda: self._commit(self._open(), position, offsets))
+
+    def store(self, copies: Sequence[Copy], offsets: Sequence[GroupOffsets] = ()) -> None:
+        """Claim and commit at once, in the Kafka's loop."""
+        self._kafka.fence(self._id, self)
+        self._drop()
+        self._pending = copies
+        self._commit(self._kafka.begin(self._id), None, offsets)
+
+    def _commit(
+        self,
+        transaction: KafkaTransaction,
+        position: bytes | None,
+        offsets: Sequence[GroupOffsets],
+    ) -> None:
+        lost, self.lost = self.lost, None
+        try:
+            self._send(transaction)
+            if position is not None:
+                self._store_position(transaction, position)
+            for each in offsets:
+                self._kafka.group(each.group).check(each)
+            self._kafka.finish(transaction, lost)
+        finally:
+            if transaction.committed:
+                for each in offsets:
+                    self._kafka.group(each.group).store(each)
+                self._follows_position |= position is not None
+            self._kafka.end(transaction, committed=False)
+            for partition in self._written:
+                self._kafka.partition(*partition).mark(self._kafka.clock.now_ms())
+            self._drop()
+
+    def _store_position(self, transaction: KafkaTransaction, position: bytes) -> None:
         records = [Record(self._key, position)]
         if not self._follows_position:
             records.insert(0, claim_record(self._key, position=True))
-        places = [Copy(*self._at, record) for record in records]
+        try:
+            self._store(transaction, [Copy(*self._at, record) for record in records])
+        except Refused as error:
+            raise Refused((), error.cause) from None
 
-        def commit() -> None:
-            lost, self.lost = self.lost, None
-            store_copies(self._kafka, [*self._pending, *places], self._open(), lost)
+    def _send(self, transaction: KafkaTransaction) -> None:
+        try:
+            self._store(transaction, self._pending)
+        except Refused as error:
+            self._kafka.end(transaction, committed=False)
+            raise Refused([self._sent + n for n in error.indexes], error.cause) from None
+        self._sent += len(self._pending)
+        self._pending = ()
 
-        await self._run(commit)
-        self._pending, self._transaction, self._follows_position = (), None, True
-
-    def _send(self) -> None:
-        transaction = self._open()
-        for copy in self._pending:
+    def _store(self, transaction: KafkaTransaction, copies: Sequence[Copy]) -> None:
+        for index, copy in enumerate(copies):
             try:
                 self._kafka.write(copy.topic, copy.partition, [copy.record], transaction)
-            except RecordRefused as error:
-                self._kafka.end(transaction, committed=False)
-                message, passing = error.cause.message, error.of_topic
-                raise CopyRefused(message, [copy], passing=passing) from None
+            except Refused as error:
+                raise Refused([index], error.cause) from None
+            self._written.add((copy.topic, copy.partition))
 
     def _open(self) -> KafkaTransaction:
         """Return the open transaction, a new one if there is none."""
         self._kafka.require_up()
         if not self._kafka.holds(self._id, self):
-            raise WriterFenced
+            raise Fenced(f"another process has claimed {self._id}: this one stops")
         if self._transaction is None:
             self._transaction = self._kafka.begin(self._id)
         return self._transaction
+
+    def _drop(self) -> None:
+        """Forget the records of the transaction."""
+        self._pending, self._sent, self._transaction = (), 0, None
+        self._written = set()
 
     async def _run(self, call: Callable[[], None]) -> None:
         """Call Kafka; after any error but a refusal this writer must be claimed again."""
@@ -156,11 +214,12 @@ class MemoryDeliveryWriter(DeliveryWriter):
         self._claimed = False
         try:
             await self._home.run(call)
-        except CopyRefused:
-            self._pending, self._transaction, self._claimed = (), None, True
+        except Refused:
+            self._drop()
+            self._claimed = True
             raise
         self._claimed = True
 
     def _check_claimed(self) -> None:
         if not self._claimed:
-            raise KafkaUnavailable(f"{self._id} is not claimed")
+            raise Unknown(f"{self._id} is not claimed")
