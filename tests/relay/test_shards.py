@@ -65,3 +65,23 @@ async def test_a_relay_gives_shards_that_are_wanted_and_that_it_could_not_open(w
     leases = await thread.read(own.all)
     assert [lease.shard for lease in leases if lease.owner == "own"] == [0, 1, 2][wanted:]
     assert not [sql for sql in thread.statements if "()" in sql], "only SQLite takes empty lists"
+
+
+@pytest.mark.rule(51)
+async def test_a_relay_takes_shards_that_a_dead_relay_wanted_of_a_dead_owner() -> None:
+    thread = Recorded()
+    opened: list[int] = []
+
+    async def start(shard: int) -> Any:
+        opened.append(shard)
+        raise DatabaseUnavailable("no connection")
+
+    dead, asking, own = (Leases(SQLITE, owner, 10) for owner in ("dead", "asking", "own"))
+    await thread.transaction(lambda: dead.take(4))
+    await thread.transaction(lambda: asking.want([2, 3]))
+    thread.database.now_ms += 11_000
+    shards = Shards(cast(DatabaseThread, thread), own, 10, start, pytest.fail)
+    with pytest.raises(DatabaseUnavailable):
+        await shards.round()
+    leases = await thread.read(own.all)
+    assert [lease.owner for lease in leases] == ["own"] * 4

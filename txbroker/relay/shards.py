@@ -93,9 +93,9 @@ class Shards:
             await self._stop(shard)
         leases = await self._thread.read(self._leases.all)
         own = self._leases.owner
-        others = {lease.owner for lease in leases if lease.left_ms > 0} | {
-            lease.wanted_by for lease in leases
-        }
+        # One that asked for a shard whose owner is gone may be gone itself.
+        running = [lease for lease in leases if lease.left_ms > 0]
+        others = {name for lease in running for name in (lease.owner, lease.wanted_by)}
         relays = len((others | {own}) - {""})
         most, least = -(-len(leases) // relays), len(leases) // relays
         wanted = [each.shard for each in leases if each.owner == own and each.wanted_by]
