@@ -242,7 +242,8 @@ class Workers:
             messages: Sequence[ReceivedMessage], fresh: Sequence[ReceivedMessage], argument: Any
         ) -> None:
             holder = engine.in_flight.get(messages[0])
-            failed = {} if holder is None else holder.reports or {}
+            reports = None if holder is None else holder.reports
+            failed = {} if reports is None else reports  # it grows while the stages run
             for message in fresh if first is None else ():
                 message.stage = int(failed.get(message) is None)
             for number, stage in enumerate(later, 1):

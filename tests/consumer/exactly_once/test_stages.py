@@ -116,3 +116,21 @@ async def test_stage_that_keeps_failing_is_kept(world: World, shop: Shop) -> Non
         await until(lambda: stages.of("1").count("coroutine") == 4 and not shop.aside())
     assert booking.begun == ["1"]
     assert shop.results == ["1"]
+
+
+async def test_stage_that_fails_for_one_message_of_a_batch(world: World, shop: Shop) -> None:
+    """It is tried again for that message, though the call returned."""
+    calls: list[list[str]] = []
+
+    async def stage(messages: list[ReceivedMessage]) -> None:
+        calls.append([text(message) for message in messages])
+        for message in messages:
+            if text(message) == "1" and len(calls) == 1:
+                message.failed(BUG)
+
+    world.produce("a=1", "b=2")
+    batch = {"batch": 2, "max_wait_s": 0.2, "then": [stage]}
+    async with world.running(Booking(shop), order="key", run=batch, **shop.options):
+        await until(lambda: len(calls) == 2)
+    assert calls == [["1", "2"], ["1"]]
+    assert sorted(shop.results) == ["1", "2"]
