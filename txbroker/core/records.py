@@ -110,6 +110,14 @@ class Record(Struct, frozen=True, gc=False):
     producer: int = -1
 
 
+class Copy(Struct, frozen=True, gc=False):
+    """A record to write to a partition of a topic."""
+
+    topic: str
+    partition: int
+    record: Record
+
+
 GivenBytes: TypeAlias = bytes | bytearray | memoryview | str | None
 """What a message's key, value or header may be given as; text becomes UTF-8."""
 GivenHeaders: TypeAlias = Mapping[str, GivenBytes] | Iterable[tuple[str, GivenBytes]]

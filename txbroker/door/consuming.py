@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
+from txbroker.core.consuming.position import StoredOffset as StoredOffset
 from txbroker.core.records import Cause, Record
+from txbroker.core.records import Copy as Copy
 from txbroker.errors import KafkaUnavailable
 
 if TYPE_CHECKING:
@@ -71,22 +73,6 @@ class FetchingEnded(KafkaUnavailable):
     """An unexpected error in this process ended a fetch: the fetcher must not be used any more."""
 
     lasting = True
-
-
-class StoredOffset(NamedTuple):
-    """A committed offset: that of the next record to handle, and metadata of at most 4,096
-    characters."""
-
-    offset: int
-    metadata: str
-
-
-class Copy(Struct, frozen=True, gc=False):
-    """A record to write within a commit, for example to a dead-letter topic."""
-
-    topic: str
-    partition: int
-    record: Record
 
 
 class TopicIdentity(NamedTuple):

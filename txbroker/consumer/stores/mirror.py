@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 
-from txbroker.consumer.committer import Store
+from txbroker.consumer.rounds import Store
 from txbroker.core.consuming.position import METADATA_LENGTH_MAX, decode_metadata, encode_metadata
 from txbroker.door.consuming import Copy, GroupMember, Partition, StoredOffset
 from txbroker.error_text import safe_repr

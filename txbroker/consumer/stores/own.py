@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from txbroker.consumer.committer import StoreTraits
+from txbroker.consumer.rounds import StoreTraits
 from txbroker.door.consuming import (
     CommitFenced,
     ConsumingDoor,
