@@ -14,11 +14,11 @@ MORE = ROOT / "txbroker" / "consumer" / "more.py"
 ONE_MORE = f"""
 import runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
-from txbroker.consumer.committer import Committer
+from txbroker.consumer.rounds import Rounds
 
 code = "def added(call): return lambda *args: call(*args)"
 exec(compile(code, {str(MORE)!r}, "exec"))
-Committer.changed = added(Committer.changed)
+Rounds.changed = added(Rounds.changed)
 runpy.run_module({CALLS!r}, run_name="__main__", alter_sys=True)
 """
 

@@ -19,7 +19,7 @@ from benchmarks.consumers.load import door_to, new_name, until
 from benchmarks.consumers.places import NAMES, Place, places
 from benchmarks.consumers.rounds import Bound
 from txbroker.consumer import Consumer, InDatabase
-from txbroker.consumer.reader import Reader
+from txbroker.consumer.claims import Reader
 from txbroker.core.records import Record
 from txbroker.door.consuming import Partition, TopicSpec
 from txbroker.embedded import EmbeddedKafka

@@ -18,12 +18,13 @@ from txbroker.cli.ops import consumers
 from txbroker.cli.ops.consumer_rows import parse_key, shown_key
 from txbroker.config.settings import load_kafka_access
 from txbroker.consumer import Consumer, InDatabase, Reject
+from txbroker.consumer.asides import table
 from txbroker.consumer.message import ReceivedMessage
-from txbroker.consumer.stores import kept
 from txbroker.core.consuming.copies import GroupTopics
+from txbroker.core.consuming.position import StoredOffset
 from txbroker.core.records import Record
 from txbroker.databases import SQLite
-from txbroker.door.consuming import ConsumingDoor, StoredOffset, TopicSpec
+from txbroker.door.consuming import ConsumingDoor, TopicSpec
 from txbroker.door.writing import Copy, Refused
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
@@ -100,7 +101,7 @@ async def place(
     request: pytest.FixtureRequest, call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> AsyncIterator[Place]:
     kafka: Any
-    monkeypatch.setattr(kept, "_POLL_S", 0.05)
+    monkeypatch.setattr(table, "_POLL_S", 0.05)
     if request.param != "kafka":
         kafka = request.getfixturevalue("memory")
         monkeypatch.setattr(consumers, "open_door", lambda _settings: kafka.consuming_door())

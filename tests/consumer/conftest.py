@@ -8,17 +8,17 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.kit.consumer_world import World
-from txbroker.consumer import committer, consumer, engine, failures, reader
+from txbroker.consumer import claims, consumer, rounds
+from txbroker.consumer.engine import settlement
 
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consumer, "_REFRESH_S", 0.05)
-    monkeypatch.setattr(reader, "_PAUSE_S", 0.05)
-    monkeypatch.setattr(engine, "REFUSED_PAUSE_S", 0.2)
-    monkeypatch.setattr(failures, "REFUSED_PAUSE_S", 0.2)
-    monkeypatch.setattr(committer, "_PAUSE_MAX_S", 0.2)
-    monkeypatch.setattr(committer, "_REFUSED_PAUSES_S", (0.05, 0.2))
+    monkeypatch.setattr(claims, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(settlement, "REFUSED_PAUSE_S", 0.2)
+    monkeypatch.setattr(rounds, "_PAUSE_MAX_S", 0.2)
+    monkeypatch.setattr(rounds, "_REFUSED_PAUSES_S", (0.05, 0.2))
 
 
 @pytest.fixture

@@ -9,11 +9,12 @@ import pytest
 
 from tests.kit.consumer_world import GROUP, Handler, World, counted, text
 from tests.kit.until import until
-from txbroker.consumer import ReceivedMessage, Reject, asides
-from txbroker.consumer import failures as consumer_failures
+from txbroker.consumer import ReceivedMessage, Reject
+from txbroker.consumer.asides import released, topic
+from txbroker.consumer.engine import failures as consumer_failures
 from txbroker.core.consuming.copies import ASIDE_PARTITIONS, spread
+from txbroker.core.consuming.position import StoredOffset
 from txbroker.core.records import Record
-from txbroker.door.consuming import StoredOffset
 from txbroker.testing.consuming import MemoryConsumingDoor
 
 BUG = ValueError("bug")
@@ -96,9 +97,9 @@ async def test_released_key_that_fails_again_stays_set_aside(
     handler = Handler(bad=BUG, ugly=BUG)
     world.produce("a=bad", "a=1", "a=ugly", "a=2")
     late: list[Record] = []
-    inner = asides.TopicAsides.deliver
+    inner = topic.TopicAsides.deliver
 
-    def deliver(self: asides.TopicAsides, place: Any, records: list[Record]) -> None:
+    def deliver(self: topic.TopicAsides, place: Any, records: list[Record]) -> None:
         late.extend(records)
         # That the copy failed again, and the next release, arrive apart or together.
         if len(world.records("aside")) != 4 + 2 or not together:
@@ -107,7 +108,7 @@ async def test_released_key_that_fails_again_stays_set_aside(
 
     async with world.running(handler, **ASIDE) as consumer:
         await until(lambda: len(world.copies("aside")) == 4)
-        monkeypatch.setattr(asides.TopicAsides, "deliver", deliver)
+        monkeypatch.setattr(topic.TopicAsides, "deliver", deliver)
         world.release(b"a")
         await until(lambda: handler.seen.count("bad") == 4)
         handler.failing["bad"] = None
@@ -292,7 +293,7 @@ async def test_aside_topic_is_read_in_pieces(world: World, monkeypatch: pytest.M
         return await real(self, place, start, end)
 
     monkeypatch.setattr(MemoryConsumingDoor, "read", read)
-    monkeypatch.setattr(asides, "_READ_OFFSETS", 4)
+    monkeypatch.setattr(topic, "_READ_OFFSETS", 4)
     async with world.running(handler, **ASIDE) as consumer:
         await keys(world, consumer, 9)
     assert lengths
@@ -311,7 +312,7 @@ async def test_failed_release_ends_the_consumer(
         def broken(*_args: object) -> None:
             raise RuntimeError("broken")
 
-        monkeypatch.setattr(asides, "messages_of", broken)
+        monkeypatch.setattr(released, "messages_of", broken)
         world.release(b"a")
         with pytest.raises(RuntimeError, match="broken"):
             await asyncio.wait_for(running, 5)

@@ -168,7 +168,7 @@ async def test_unusable_paths(world: World, path: str) -> None:
 
 
 async def test_other_metadata_in_the_group(world: World) -> None:
-    from txbroker.door.consuming import StoredOffset
+    from txbroker.core.consuming.position import StoredOffset
 
     for metadata, says in (("consumer-1", "another program wrote"), ("txb3:x", "upgrade this one")):
         world.group.offsets["orders", 0] = StoredOffset(0, metadata)

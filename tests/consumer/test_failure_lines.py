@@ -11,7 +11,7 @@ import structlog
 from tests.kit.consumer_world import World, counted, text
 from tests.kit.until import until
 from txbroker.consumer import ReceivedMessage
-from txbroker.consumer.failure_lines import FailureLines, error_text
+from txbroker.consumer.engine.failure_lines import FailureLines, error_text
 
 FAILED = "message failed"
 

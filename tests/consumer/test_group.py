@@ -12,10 +12,10 @@ import pytest
 from tests.kit.consumer_world import GROUP, TIMING, Handler, World, counted, text, texts
 from tests.kit.until import until
 from txbroker.consumer import ReceivedMessage, RecordsDeleted
-from txbroker.consumer import committer as committer_module
+from txbroker.consumer import rounds as rounds_module
 from txbroker.core.consuming.copies import ASIDE_PARTITIONS, spread
-from txbroker.core.consuming.position import Metadata, encode_metadata
-from txbroker.door.consuming import OffsetMissing, Partition, StoredOffset
+from txbroker.core.consuming.position import Metadata, StoredOffset, encode_metadata
+from txbroker.door.consuming import OffsetMissing, Partition
 from txbroker.errors import KafkaUnavailable
 
 BUG = ValueError("bug")
@@ -409,10 +409,10 @@ async def test_refused_commits_hold_messages_back(world: World, mode: str) -> No
         await world.commits(1)
         world.group.authorized = False
         world.produce("1")
-        committer = consumer._readers[0][0]._committer
-        await until(lambda: committer._refusals == 2)
+        rounds = consumer._readers[0][0]._rounds
+        await until(lambda: rounds.outage.failures == 2)
         world.produce(*"234")
-        await until(lambda: committer._refusals == 4)
+        await until(lambda: rounds.outage.failures == 4)
         assert handler.done == ["0", "1"][: 1 + (mode == "at-least-once")]
         world.group.authorized = True
         await world.commits(5)
@@ -428,11 +428,11 @@ async def test_released_key_is_held_back_too(world: World) -> None:
         await until(lambda: world.copies("aside"))
         world.group.authorized = False
         world.produce("b=1")
-        committer = consumer._readers[0][0]._committer
-        await until(lambda: committer._refusals == 2)
+        rounds = consumer._readers[0][0]._rounds
+        await until(lambda: rounds.outage.failures == 2)
         seen = list(handler.seen)
         world.release(b"a")
-        await until(lambda: committer._refusals == 5)
+        await until(lambda: rounds.outage.failures == 5)
         assert handler.seen == seen
         world.group.authorized = True
         await until(lambda: len(handler.seen) > len(seen))
@@ -442,14 +442,14 @@ async def test_commits_go_on_with_the_first_success(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A claim that is stored ends the pause, which may be a minute."""
-    monkeypatch.setattr(committer_module, "_REFUSED_PAUSES_S", (600.0, 600.0))
+    monkeypatch.setattr(rounds_module, "_REFUSED_PAUSES_S", (600.0, 600.0))
     handler = Handler()
     async with world.running(handler) as consumer:
         world.produce("0")
         await world.commits(1)
         world.group.authorized = False
         world.produce("1")
-        await until(lambda: consumer._readers[0][0]._committer._refusals)
+        await until(lambda: consumer._readers[0][0]._rounds.outage.failures)
         world.group.authorized = True
         world.group.expire(next(iter(world.group.seats)))
         world.produce("2")
@@ -465,8 +465,8 @@ async def test_held_partitions_continue_without_those_that_were_lost(world: Worl
         world.group.authorized = False
         world.produce("1", partition=1)
         reader, _source = consumer._readers[0]
-        await until(lambda: reader._committer._refusals)
-        reader._drop(reader._works["orders", 1])
+        await until(lambda: reader._rounds.outage.failures)
+        reader._drop(reader._partitions["orders", 1])
         world.produce("2")
         await until(lambda: "2" in handler.done)
         world.group.authorized = True

@@ -15,7 +15,7 @@ import pytest
 from tests.kit.consumer_world import Handler, World, counted, text, texts
 from tests.kit.until import until
 from txbroker.consumer import HandlerTimeout, ReceivedMessage
-from txbroker.consumer import workers as consumer_workers
+from txbroker.consumer.engine import workers as consumer_workers
 from txbroker.errors import ConfigurationError
 
 BUG = ValueError("bug")

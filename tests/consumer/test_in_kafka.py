@@ -17,9 +17,9 @@ from txbroker.consumer import (
     Outputs,
     ReceivedMessage,
     Reject,
+    pending,
 )
-from txbroker.consumer.committer import StoreTraits
-from txbroker.consumer.stores import pending
+from txbroker.consumer.rounds import StoreTraits
 from txbroker.core.consuming.copies import CLEARED_HEADER
 from txbroker.errors import ConfigurationError
 from txbroker.testing.consuming import MemoryMember
@@ -243,7 +243,7 @@ async def test_waiting_outputs_are_bounded(prices: Prices, monkeypatch: pytest.M
     async with prices.running(handler, in_flight_max=4) as consumer:
         await until(lambda: len(handler.done) >= 20)
         await asyncio.sleep(0.1)
-        waiting.append(consumer._readers[0][0]._committer.copies.count)
+        waiting.append(consumer._readers[0][0]._rounds.copies.count)
         closed.set()
         await prices.commits(200)
     assert waiting[0] <= 20 + 4
@@ -334,7 +334,7 @@ async def test_later_stages_run_after_the_outputs_are_stored(prices: Prices) -> 
     prices.produce("a=1", "b=2", "c=3")
     async with prices.running(Pricing(), run={"then": [second]}) as consumer:
         await prices.commits(3)
-        await until(lambda: consumer._engine.handled == 3)
+        await until(lambda: consumer._engine.settlement.handled == 3)
     assert sorted(seen) == [("1", True), ("2", True), ("3", True)]
     assert sorted(prices.prices) == ["1", "2", "3"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.kit.consumer_world import GROUP, Handler, World, counted, text
 from tests.kit.until import until
-from txbroker.consumer import CommitPolicy, ReceivedMessage, committer
+from txbroker.consumer import CommitPolicy, ReceivedMessage, rounds
 from txbroker.consumer.settings import ConsumerSettings
 
 NUMBERS = [str(number) for number in range(30)]
@@ -136,7 +136,7 @@ async def test_commit_follows_policy(world: World) -> None:
 async def test_ranges_that_do_not_fit_are_counted(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = committer.StoreTraits(metadata_max=80)
+    short = rounds.StoreTraits(metadata_max=80)
     monkeypatch.setattr(ConsumerSettings, "traits", short)
     world.produce("a=0", *(f"{number % 2}={number}" for number in range(12_000)))
     release = asyncio.Event()

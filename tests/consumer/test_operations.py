@@ -20,9 +20,8 @@ from txbroker.core.consuming.copies import (
     make_copy,
     read_copy,
 )
-from txbroker.core.consuming.position import Metadata, encode_metadata
+from txbroker.core.consuming.position import Metadata, StoredOffset, encode_metadata
 from txbroker.core.records import Record
-from txbroker.door.consuming import StoredOffset
 from txbroker.door.writing import Copy
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.testing.consuming import MemoryConsumingDoor

@@ -11,8 +11,9 @@ import pytest
 
 from tests.kit.consuming import TIMING, Consuming, shared
 from tests.kit.until import until
+from txbroker.core.consuming.position import StoredOffset
 from txbroker.core.records import Record
-from txbroker.door.consuming import ConsumingDoor, Partition, StoredOffset
+from txbroker.door.consuming import ConsumingDoor, Partition
 from txbroker.door.writing import Copy, Fenced, Refused
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 

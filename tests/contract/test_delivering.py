@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.kit.until import until
+from txbroker.core.consuming.position import StoredOffset
 from txbroker.core.records import Record
-from txbroker.door.consuming import LATEST, ConsumingDoor, StoredOffset, TopicSpec
+from txbroker.door.consuming import LATEST, ConsumingDoor, TopicSpec
 from txbroker.door.writing import Copy, Fenced, GroupOffsets, PositionRecord, Refused, Writer
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 

@@ -15,7 +15,7 @@ from tests.kit.memory import MemoryHarness
 from tests.kit.processing import PARTITIONS, Doors, Processing, passed_on
 from tests.kit.until import until
 from txbroker import failpoints
-from txbroker.consumer import Consumer, Message, Outputs, ReceivedMessage, committer
+from txbroker.consumer import Consumer, Message, Outputs, ReceivedMessage, rounds
 
 CRASHES = (
     "consumer.outputs_collected",
@@ -35,8 +35,8 @@ class Crash(BaseException):
 
 @pytest.fixture
 async def orders(world: Any, monkeypatch: pytest.MonkeyPatch) -> Processing:
-    monkeypatch.setattr(committer, "_FLUSH_MIN_S", 0.2)
-    monkeypatch.setattr(committer, "_PAUSE_MAX_S", 0.2)
+    monkeypatch.setattr(rounds, "_FLUSH_MIN_S", 0.2)
+    monkeypatch.setattr(rounds, "_PAUSE_MAX_S", 0.2)
     return await Processing.begin(world)
 
 
@@ -89,7 +89,7 @@ async def test_processed_once_and_in_order(orders: Processing, order: Any) -> No
     given = texts(300)
     await produce_by_key(orders, *given)
     async with orders.running(orders.pass_on, order=order, in_flight_max=8) as consumer:
-        await until(lambda: consumer._engine.handled == len(given))
+        await until(lambda: consumer._engine.settlement.handled == len(given))
         await orders.done(len(given))
         assert set(consumer.statistics().lag.values()) == {0}
     found, expected = await orders.prices_of(), passed_on(given)
@@ -219,7 +219,9 @@ async def test_rebalance_repeats_and_loses_no_output(orders: Processing) -> None
         async with orders.running(handle, in_flight_max=4) as two:
             await until(lambda: any(topic == orders.orders for topic, _ in two.statistics().lag))
             await produce_by_key(orders, *texts(100, 100))
-            await until(lambda: one._engine.handled + two._engine.handled > 150)
+            await until(
+                lambda: one._engine.settlement.handled + two._engine.settlement.handled > 150
+            )
         await produce_by_key(orders, *texts(100, 200))
         await orders.done(300)
     assert await orders.prices_of() == passed_on(texts(300))

@@ -14,6 +14,7 @@ from txbroker.core.consuming.queues import (
     Order,
     PartitionQueue,
     Queues,
+    StopReason,
     lane_key_of,
 )
 
@@ -88,12 +89,12 @@ class World:
 
     def settle(self, item: Item) -> None:
         del self.flying[item]
-        self.queues.settle(self.partitions[item.partition], item)
+        self.queues.settle(self.partitions[item.partition], (item,))
 
     def settle_all(self, items: list[Item]) -> None:
         for item in items:
             del self.flying[item]
-        self.queues.settle_all(self.partitions[items[0].partition], items)
+        self.queues.settle(self.partitions[items[0].partition], items)
 
     def put_back(self, item: Item, due_s: float | None = None) -> None:
         del self.flying[item]
@@ -111,11 +112,11 @@ class World:
 
     def suspend(self, partition: int, why: str) -> None:
         self.suspended.add((partition, why))
-        self.queues.suspend(self.partitions[partition], why)
+        self.queues.stop(self.partitions[partition], StopReason.SUSPENDED, why)
 
     def resume(self, partition: int, why: str) -> None:
         self.suspended.discard((partition, why))
-        self.queues.resume(self.partitions[partition], why)
+        self.queues.go_on(self.partitions[partition], StopReason.SUSPENDED, why)
 
     def suspend_key(self, partition: int, key: bytes) -> None:
         self.keys.add((partition, key))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from txbroker.door.consuming import StoredOffset
+from txbroker.core.consuming.position import StoredOffset
 from txbroker.door.writing import Copy
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.settings import KafkaSettings

@@ -12,8 +12,9 @@ from tests.kafka.relay import ADD_PARTITIONS, END_TXN, OFFSET_COMMIT, Fate, Rela
 from tests.kit.kafka import KafkaHarness
 from tests.kit.until import until
 from txbroker import failpoints
+from txbroker.core.consuming.position import StoredOffset
 from txbroker.core.records import Record
-from txbroker.door.consuming import Partition, StoredOffset
+from txbroker.door.consuming import Partition
 from txbroker.door.writing import Copy, Fenced, Refused
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.client import GROUP, Client

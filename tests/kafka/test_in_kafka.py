@@ -19,7 +19,7 @@ from tests.kafka.relay import (
 from tests.kit.kafka import KafkaHarness
 from tests.kit.processing import PARTITIONS, Processing, passed_on
 from tests.kit.until import until
-from txbroker.consumer import committer
+from txbroker.consumer import rounds
 from txbroker.core.records import Record
 from txbroker.door.writing import Copy, Refused
 from txbroker.errors import KafkaUnavailable
@@ -32,7 +32,7 @@ PROTOCOLS = [1, pytest.param(2, marks=pytest.mark.second_protocol)]
 
 @pytest.fixture
 async def orders(world: KafkaHarness, monkeypatch: pytest.MonkeyPatch) -> Processing:
-    monkeypatch.setattr(committer, "_FLUSH_MIN_S", 0.2)
+    monkeypatch.setattr(rounds, "_FLUSH_MIN_S", 0.2)
     return await Processing.begin(world)
 
 
@@ -53,7 +53,7 @@ async def test_broken_requests_repeat_and_lose_no_output(
                 await orders.produce(*given)
                 count += len(given)
                 await orders.done(count)
-        assert consumer._engine.handled == count
+        assert consumer._engine.settlement.handled == count
     assert await orders.prices_of() == passed_on([f"a={number}" for number in range(count)])
 
 

@@ -200,7 +200,7 @@ async def test_nothing_is_stored_after_the_lease(orders: Orders) -> None:
         orders.group.silence(name)
         await until(lambda: consumer.statistics().counts.get("fenced"))
         with contextlib.suppress(Exception):
-            await consumer._readers[0][0]._committer._round()
+            await consumer._readers[0][0]._rounds._round()
         assert orders.committed()[0] == 0
         orders.group.reconnect(name)
 

@@ -8,8 +8,9 @@ import pytest
 
 from tests.kit.until import until
 from tests.secure.secure_world import AllowedWorld, SecureKafka
+from txbroker.core.consuming.position import StoredOffset
 from txbroker.core.records import Record
-from txbroker.door.consuming import StoredOffset, TopicSpec
+from txbroker.door.consuming import TopicSpec
 from txbroker.door.writing import Copy, Refused
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.acls import AclRole, Resource, Right

@@ -18,10 +18,10 @@ from typing import Any, Self, TypeVar, Unpack
 from msgspec import Struct
 
 from txbroker.consumer.consumer import Consumer
+from txbroker.consumer.engine.workers import Handler
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.settings import ConsumerOptions
 from txbroker.consumer.statistics import Statistics
-from txbroker.consumer.workers import Handler
 from txbroker.door.consuming import HasConsumingDoor
 from txbroker.errors import ConfigurationError
 from txbroker.metrics import Collector

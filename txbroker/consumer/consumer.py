@@ -17,13 +17,14 @@ from typing import Any, Self, Unpack
 import structlog
 
 from txbroker.config.settings import load_kafka_access
-from txbroker.consumer.engine import SWEEP_S, Engine, Suspension
+from txbroker.consumer.claims import AllPartitions, Reader
+from txbroker.consumer.engine.loop import SWEEP_S, Engine
+from txbroker.consumer.engine.stops import Suspension
+from txbroker.consumer.engine.workers import Handler, HandlerOptions, Workers, iterate
 from txbroker.consumer.message import ReceivedMessage
-from txbroker.consumer.reader import AllPartitions, Reader
 from txbroker.consumer.settings import ConsumerOptions, ConsumerSettings
 from txbroker.consumer.statistics import Statistics, collector, statistics
 from txbroker.consumer.stores.chosen import Stores
-from txbroker.consumer.workers import Handler, HandlerOptions, Workers, iterate
 from txbroker.door.consuming import ConsumingDoor, GroupMember, HasConsumingDoor, TopicIdentity
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, KafkaUnavailable
@@ -342,7 +343,9 @@ class Consumer:
         """
         if key is not None and self._settings.order != "key":
             raise ConfigurationError("a key can be suspended with order='key' only")
-        self._engine.waiting.call(self._engine.suspensions.add, Suspension(topic, partition, key))
+        self._engine.waiting.call(
+            self._engine.partitions.suspensions.add, Suspension(topic, partition, key)
+        )
 
     def resume(
         self, topic: str | None = None, partition: int | None = None, key: bytes | None = None
@@ -351,7 +354,7 @@ class Consumer:
         engine, suspension = self._engine, Suspension(topic, partition, key)
 
         def resume() -> None:
-            engine.suspensions.remove(suspension)
+            engine.partitions.suspensions.remove(suspension)
             engine.waiting.wake()
 
         engine.waiting.call(resume)

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
 
 from msgspec import Struct
 
-from txbroker.core.consuming.copies import Failed, message_id
+from txbroker.core.consuming.copies import Failed, Source, message_id, read_copy
+from txbroker.core.consuming.lifecycle import MessageState
+from txbroker.core.consuming.partition import Feed, Lease
 from txbroker.core.consuming.queues import Lane
-from txbroker.core.records import Headers, Record
+from txbroker.core.records import NO_HEADERS, Headers, Record
 from txbroker.core.records import Message as Message
 
-if TYPE_CHECKING:
-    from txbroker.consumer.partition import Work
-
-
-class Lease(Protocol):
-    """The time for which this consumer certainly owns a partition."""
-
-    @property
-    def deadline_s(self) -> float:
-        """Event loop time at which it ends."""
+OVERHEAD_BYTES = 300
+"""Memory of a message beside its key, value and headers."""
+HEADER_BYTES = 100
 
 
 class NoLease:
@@ -35,20 +29,28 @@ class NoLease:
 class MessageLease:
     """How long the consumer certainly owns the message's partition."""
 
-    __slots__ = ("_lease", "_loop")
+    __slots__ = ("_lease", "_time")
 
-    def __init__(self, lease: Lease, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, lease: Lease, time: Callable[[], float]) -> None:
         self._lease = lease
-        self._loop = loop
+        self._time = time
 
     @property
     def left_s(self) -> float:
         """Seconds left; 0: another consumer may own the partition. Infinite without a group."""
-        return max(0.0, self._lease.deadline_s - self._loop.time())
+        return max(0.0, self._lease.deadline_s - self._time())
 
-    def ended(self, now_s: float) -> bool:
-        """Return whether it has ended at this event loop time."""
-        return self._lease.deadline_s <= now_s
+
+class Reports(Protocol):
+    """Takes what user code reports about messages; see `Engine`.
+
+    Attributes:
+        time: returns the time of the event loop, seconds.
+    """
+
+    time: Callable[[], float]
+
+    def report(self, message: ReceivedMessage, error: Exception | None) -> None: ...
 
 
 class ReceivedMessage(Struct, eq=False, gc=False):
@@ -64,11 +66,13 @@ class ReceivedMessage(Struct, eq=False, gc=False):
     """
 
     record: Record
-    work: Work
+    feed: Feed
+    reports: Reports
     size: int
     lane_key: Hashable
     attempt: int = 1
     lane: Lane | None = None
+    state: MessageState = MessageState.GATED
     failures: int = 0
     failed_before: Failed | None = None
     stage: int = 0
@@ -78,12 +82,12 @@ class ReceivedMessage(Struct, eq=False, gc=False):
     @property
     def topic(self) -> str:
         origin = self.failed_before
-        return self.work.place[0] if origin is None else origin.source.topic
+        return self.feed.partition.place[0] if origin is None else origin.source.topic
 
     @property
     def partition(self) -> int:
         origin = self.failed_before
-        return self.work.place[1] if origin is None else origin.source.partition
+        return self.feed.partition.place[1] if origin is None else origin.source.partition
 
     @property
     def offset(self) -> int:
@@ -119,7 +123,7 @@ class ReceivedMessage(Struct, eq=False, gc=False):
     def step(self) -> int | None:
         """The last step of the retry topic that a failure led to; None: it was not read from
         there."""
-        if not self.work.is_retry:
+        if not self.feed.retries:
             return None
         return -1 if self.failed_before is None else self.failed_before.step
 
@@ -127,21 +131,63 @@ class ReceivedMessage(Struct, eq=False, gc=False):
     def token(self) -> int:
         """Rises with each owner of the partition. External systems can refuse a lower one than
         they have seen: it comes from an owner that was replaced."""
-        return self.work.token
+        return self.feed.partition.token
 
     @property
     def lease(self) -> MessageLease:
-        return self.work.lease
+        return MessageLease(self.feed.partition.lease, self.reports.time)
 
     def done(self) -> None:
         """Mark it as done, where messages are pulled. The position is committed later, in batches.
         Only the first call of `done` or `failed` counts."""
-        self.work.engine.report(self, None)
+        self.reports.report(self, None)
 
     def failed(self, error: Exception) -> None:
         """Report a failure, as a handler does by raising `error` (which may be `Later` or
         `Reject`), where messages are pulled or handled in batches."""
-        self.work.engine.report(self, error)
+        self.reports.report(self, error)
 
     def __repr__(self) -> str:
         return f"<message {self.topic}/{self.partition}@{self.offset} attempt {self.attempt}>"
+
+
+def source_of(message: ReceivedMessage) -> Source:
+    """Return where a message was first read."""
+    return Source(message.topic, message.partition, message.offset)
+
+
+def size_of(record: Record) -> int:
+    """Return the memory that a message takes, bytes, approximately."""
+    size = OVERHEAD_BYTES + len(record.value or b"") + len(record.key or b"")
+    headers = record.headers
+    if headers is NO_HEADERS or not headers:
+        return size
+    return size + HEADER_BYTES * len(headers)
+
+
+def messages_of(
+    feed: Feed, reports: Reports, copies: Sequence[Record], lane_key: Hashable
+) -> list[ReceivedMessage]:
+    """Return the messages of copies, in order.
+
+    Args:
+        lane_key: of all of them; None: each is alone.
+    """
+    messages = []
+    for record in copies:
+        copy = read_copy(record)
+        assert copy is not None
+        message, failed = copy
+        messages.append(
+            ReceivedMessage(
+                message,
+                feed,
+                reports,
+                size_of(message),
+                lane_key,
+                failed.attempts + 1,
+                failed_before=failed,
+                stage=failed.stage,
+            )
+        )
+    return messages

@@ -11,22 +11,17 @@ from collections.abc import Mapping, Sequence
 import structlog
 from msgspec import Struct
 
-from txbroker.consumer.partition import Work
+from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.position import (
     ForeignMetadata,
     Metadata,
     Position,
+    StoredOffset,
     decode_metadata,
     is_newer_metadata,
 )
-from txbroker.door.consuming import (
-    EARLIEST,
-    LATEST,
-    ConsumingDoor,
-    Partition,
-    StoredOffset,
-    TopicIdentity,
-)
+from txbroker.core.consuming.starts import StartCount
+from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, Partition, TopicIdentity
 from txbroker.errors import ConfigurationError, TxbrokerError
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
@@ -68,7 +63,7 @@ class Positions:
 
     async def restore(
         self,
-        works: Sequence[Work],
+        partitions: Sequence[PartitionState],
         stored: Mapping[Partition, StoredOffset],
         identities: Mapping[str, TopicIdentity],
     ) -> None:
@@ -78,62 +73,74 @@ class Positions:
             ConfigurationError: another program wrote the metadata of a stored offset.
             RecordsDeleted: unread records are missing.
         """
-        places = [work.place for work in works]
+        places = [partition.place for partition in partitions]
         first = await self._door.offsets(places, EARLIEST)
         ends = await self._door.offsets(places, LATEST)
-        timed = [work.place for work in works if self._begins_at_time(work, stored)]
+        timed = [
+            partition.place for partition in partitions if self._begins_at_time(partition, stored)
+        ]
         at = self._options.time
         times = await self._door.offsets(timed, at) if at not in (EARLIEST, LATEST) else {}
-        for work in works:
-            place = work.place
-            work.end = ends.get(place, 0)
+        for partition in partitions:
+            place = partition.place
+            partition.end = ends.get(place, 0)
             begin = first.get(place, 0)
-            known_topic_id = _take_over(work, stored.get(place), identities.get(place[0]))
+            known_topic_id = _take_over(partition, stored.get(place), identities.get(place[0]))
             if _has_position(stored, place):
-                self._check_gap(work, begin, known_topic_id)
+                self._check_gap(partition, begin, known_topic_id)
             elif place in timed:
-                at_time = times.get(place, work.end)
-                work.position = Position({EARLIEST: begin, LATEST: work.end}.get(at, at_time))
+                at_time = times.get(place, partition.end)
+                partition.progress.begin_at(
+                    Position({EARLIEST: begin, LATEST: partition.end}.get(at, at_time))
+                )
             else:
-                work.position = Position(self._options.offsets.get(place, begin))
+                partition.progress.begin_at(Position(self._options.offsets.get(place, begin)))
 
-    def _begins_at_time(self, work: Work, stored: Mapping[Partition, StoredOffset]) -> bool:
-        topic, number = work.place
+    def _begins_at_time(
+        self, partition: PartitionState, stored: Mapping[Partition, StoredOffset]
+    ) -> bool:
+        topic, number = partition.place
         new = number >= self._options.first_counts.get(topic, 0)
-        given = _has_position(stored, work.place) or work.place in self._options.offsets
-        return not (given or new or work.is_retry)
+        given = _has_position(stored, partition.place) or partition.place in self._options.offsets
+        return not (given or new or partition.log.retries)
 
-    def _check_gap(self, work: Work, begin: int, known_topic_id: str) -> None:
-        low, name = work.position.low, f"{work.place[0]}-{work.place[1]}"
-        if known_topic_id not in ("", work.topic_id):
-            self._go_on_in_another(work, name, low, begin)
-        elif low > work.end:
-            self._skip(work, begin, f"{name} ends at {work.end}, before the stored position {low}")
-            work.position = Position(begin)
+    def _check_gap(self, partition: PartitionState, begin: int, known_topic_id: str) -> None:
+        low, name = partition.progress.position.low, f"{partition.place[0]}-{partition.place[1]}"
+        if known_topic_id not in ("", partition.topic_id):
+            self._go_on_in_another(partition, name, low, begin)
+        elif low > partition.end:
+            self._skip(
+                partition,
+                begin,
+                f"{name} ends at {partition.end}, before the stored position {low}",
+            )
+            partition.progress.begin_at(Position(begin))
         elif low < begin:
-            self._skip(work, begin, _deleted(name, low, begin))
-            work.position = Position(begin, work.position.ranges_from(begin))
+            self._skip(partition, begin, _deleted(name, low, begin))
+            partition.progress.begin_at(
+                Position(begin, partition.progress.position.ranges_from(begin))
+            )
 
-    def _go_on_in_another(self, work: Work, name: str, low: int, begin: int) -> None:
+    def _go_on_in_another(self, partition: PartitionState, name: str, low: int, begin: int) -> None:
         """Continue in a topic with another id than the stored one, at the stored offset or at its
         beginning. The done ranges are of the other topic."""
         why = f"{name}: the stored position {low} is of a topic with another id"
         if self._options.on_gap == "skip":
-            self._skip(work, begin, why)
+            self._skip(partition, begin, why)
             low = begin
-        elif self._options.on_gap == "continue" and low <= work.end:
+        elif self._options.on_gap == "continue" and low <= partition.end:
             low = max(low, begin)
             log.warning("position taken", partition=name, offset=low, why=why)
         else:
             raise RecordsDeleted(
-                f"{why}: this one, which holds {begin} to {work.end}, was deleted and created "
+                f"{why}: this one, which holds {begin} to {partition.end}, was deleted and created "
                 "again, or it is a mirror. Start once with on_gap='continue' if it is a mirror for "
                 "which offsets are translated, and holds the position: the offset is taken, the "
                 f"done ranges above it are dropped; with on_gap='skip' to begin at {begin}"
             )
-        work.position, work.ahead = Position(low), set()
+        partition.progress.begin_at(Position(low))
 
-    def _skip(self, work: Work, begin: int, why: str) -> None:
+    def _skip(self, partition: PartitionState, begin: int, why: str) -> None:
         """Raise RecordsDeleted, or count a gap before offset `begin`."""
         if self._options.on_gap == "stop":
             raise RecordsDeleted(
@@ -141,22 +148,25 @@ class Positions:
                 f"at offset {begin}"
             )
         log.error("gap skipped", why=why, continues_at=begin)
-        self._counts["gap"] += max(1, begin - work.position.next_offset)
+        self._counts["gap"] += max(1, begin - partition.progress.position.next_offset)
 
-    async def begin_after_gap(self, work: Work) -> int:
+    async def begin_after_gap(self, partition: PartitionState) -> int:
         """Return the offset after records that were deleted while the consumer runs.
 
         Raises:
             RecordsDeleted: gaps are not skipped, or the log is another one.
         """
-        begin = (await self._door.offsets([work.place], EARLIEST))[work.place]
-        low, name = work.position.next_offset, f"{work.place[0]}-{work.place[1]}"
+        begin = (await self._door.offsets([partition.place], EARLIEST))[partition.place]
+        low, name = (
+            partition.progress.position.next_offset,
+            f"{partition.place[0]}-{partition.place[1]}",
+        )
         if begin <= low:
             raise RecordsDeleted(
                 f"{name} does not hold offset {low}: the topic was deleted and created again, or "
                 "cut: start the consumer again; with on_gap='skip' it continues at the beginning"
             )
-        self._skip(work, begin, _deleted(name, low, begin))
+        self._skip(partition, begin, _deleted(name, low, begin))
         return begin
 
 
@@ -172,23 +182,25 @@ def _has_position(stored: Mapping[Partition, StoredOffset], place: Partition) ->
     return place in stored and stored[place].offset >= 0
 
 
-def _take_over(work: Work, stored: StoredOffset | None, identity: TopicIdentity | None) -> str:
+def _take_over(
+    partition: PartitionState, stored: StoredOffset | None, identity: TopicIdentity | None
+) -> str:
     """Set a partition's token and stored position; return the topic id of that."""
-    metadata = _metadata(work.place, stored)
-    work.aside_stored = metadata.aside if metadata is not None else None
+    metadata = _metadata(partition.place, stored)
+    partition.aside.stored = metadata.aside if metadata is not None else None
     if metadata is None:
         # Offsets expire: above any token that was given out before.
         metadata = Metadata(round(time.time() * 1000))
-    work.token = metadata.token + 1
-    work.starts = metadata.starts
-    work.topic_id = identity.id.hex() if identity is not None else metadata.topic_id
+    partition.token = metadata.token + 1
+    partition.starts = StartCount(metadata.starts)
+    partition.topic_id = identity.id.hex() if identity is not None else metadata.topic_id
     if stored is not None and metadata.later is None:
-        work.position = Position(stored.offset, metadata.ranges)
+        partition.progress.begin_at(Position(stored.offset, metadata.ranges))
     elif stored is not None and metadata.later is not None:
-        work.position = Position(*metadata.later)
+        later = Position(*metadata.later)
         first = Position(stored.offset, metadata.ranges)
         done = itertools.chain(range(metadata.later.low, first.low), *map(_offsets, first.ranges()))
-        work.ahead = set(work.position.undone(done))
+        partition.progress.begin_at(later, later.undone(done))
     return metadata.topic_id
 
 

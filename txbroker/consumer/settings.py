@@ -9,14 +9,14 @@ from typing import Any, Literal, TypeAlias, TypedDict
 
 from msgspec import Struct
 
-from txbroker.consumer.committer import CommitPolicy, StoreTraits
+from txbroker.consumer.claims import Hook, ReaderOptions
+from txbroker.consumer.engine.workers import After, Before
 from txbroker.consumer.positions import StartOptions
-from txbroker.consumer.reader import Hook, ReaderOptions
+from txbroker.consumer.rounds import CommitPolicy, StoreTraits
 from txbroker.consumer.stores.database import InDatabase
 from txbroker.consumer.stores.files import InFile
 from txbroker.consumer.stores.kafka import InKafka
 from txbroker.consumer.stores.own import OWN_TRAITS, PositionStore
-from txbroker.consumer.workers import After, Before
 from txbroker.core.consuming.copies import (
     ASIDE_PARTITIONS,
     DEAD_PARTITIONS,

@@ -8,8 +8,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from txbroker.consumer.engine import Engine
-from txbroker.consumer.partition import due_ms
+from txbroker.consumer.engine.loop import Engine
 from txbroker.door.consuming import Partition
 from txbroker.metrics import Collector, Described, Samples
 
@@ -77,7 +76,7 @@ class Statistics(Struct, frozen=True):
         buffered_bytes: memory of messages.
         aside_keys: set-aside keys.
         overflow: done offsets that the last commits could not store; a crash repeats them.
-        counts: events since the start by name, see `Engine.counts`.
+        counts: events since the start by name, see `Settlement.counts`.
     """
 
     lag: Mapping[Partition, int]
@@ -91,28 +90,30 @@ class Statistics(Struct, frozen=True):
 
 def statistics(engine: Engine) -> Statistics:
     """Return the figures of an engine."""
-    works = [work for work in engine.works if work.owner is work]
+    partitions = list(engine.partitions)
     oldest_ms = _oldest_ms(engine)
     age_s = 0.0 if oldest_ms is None else max(0.0, time.time() - oldest_ms / 1000)
     return Statistics(
-        {work.place: work.lag for work in works},
+        {each.place: each.progress.lag(each.end) for each in partitions},
         age_s,
-        len(engine.in_flight),
-        sum(work.bytes for work in works),
-        sum(work.aside_count for work in works),
-        sum(work.overflow for work in works),
-        {"handled": engine.handled, **engine.counts},
+        engine.calls,
+        sum(each.bytes for each in partitions),
+        sum(each.aside.count for each in partitions),
+        sum(each.progress.overflow for each in partitions),
+        {"handled": engine.settlement.handled, **engine.settlement.counts},
     )
 
 
 def _oldest_ms(engine: Engine) -> int | None:
     """Return the timestamp of the oldest message that is not done, as far as it has arrived."""
-    times = [message.timestamp_ms for message in engine.in_flight]
-    for work in engine.works:
-        heads = work.queue.heads()
-        if work.gate and due_ms(work.gate[0]) <= time.time() * 1000:
-            heads.append(work.gate[0])
-        times += [message.timestamp_ms for message in heads]
+    now_ms, messages = time.time() * 1000, engine.in_flight
+    for partition in engine.partitions:
+        for feed in partition.feeds:
+            messages += feed.queue.heads()
+        head = partition.gate[0] if partition.gate else None
+        if head is not None and (head.failed_before is None or head.failed_before.due_ms <= now_ms):
+            messages.append(head)
+    times = [message.timestamp_ms for message in messages]
     return min(times, default=None)
 
 

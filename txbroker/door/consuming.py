@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
+from txbroker.core.consuming.position import StoredOffset
 from txbroker.core.records import Cause, Record
 from txbroker.door.writing import Copy, PositionRecord, Writer
 from txbroker.errors import KafkaUnavailable
@@ -39,14 +40,6 @@ class FetchingEnded(KafkaUnavailable):
     """An unexpected error in this process ended a fetch: the fetcher must not be used any more."""
 
     lasting = True
-
-
-class StoredOffset(NamedTuple):
-    """A committed offset: that of the next record to handle, and metadata of at most 4,096
-    characters."""
-
-    offset: int
-    metadata: str
 
 
 class TopicIdentity(NamedTuple):

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 from txbroker.core.consuming.assignment import Subscription
+from txbroker.core.consuming.position import StoredOffset
 from txbroker.core.records import Cause, Record
 from txbroker.door.consuming import (
     EARLIEST,
@@ -33,7 +34,6 @@ from txbroker.door.consuming import (
     MemberListener,
     OffsetMissing,
     Partition,
-    StoredOffset,
     TopicIdentity,
     TopicSpec,
 )

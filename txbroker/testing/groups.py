@@ -14,7 +14,8 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from txbroker.core.consuming.assignment import Subscription, assign
-from txbroker.door.consuming import GroupDescription, Partition, StoredOffset
+from txbroker.core.consuming.position import StoredOffset
+from txbroker.door.consuming import GroupDescription, Partition
 from txbroker.door.writing import Fenced, GroupOffsets
 from txbroker.errors import ConfigurationError, InvariantBroken, KafkaUnavailable
 from txbroker.testing.topics import LostReply, MemoryTopics

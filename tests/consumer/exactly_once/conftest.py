@@ -10,7 +10,7 @@ import pytest
 
 from tests.kit.consumer_world import World
 from tests.kit.results import Shop, open_database
-from txbroker.consumer.stores import kept
+from txbroker.consumer.asides import table
 from txbroker.core.consuming import failure
 
 
@@ -20,7 +20,7 @@ def shop(
 ) -> Iterator[Shop]:
     """A database: SQLite, or the one that the test's parameter names. At its end no thread of a
     consumer is left."""
-    monkeypatch.setattr(kept, "_POLL_S", 0.02)
+    monkeypatch.setattr(table, "_POLL_S", 0.02)
     monkeypatch.setattr(failure, "DELAYS_S", tuple(0.02 + 0.002 * step for step in range(16)))
     shop = Shop(open_database(getattr(request, "param", "sqlite"), tmp_path, request))
     yield shop

@@ -13,7 +13,8 @@ from tests.kit.results import PLACE, Booking, Shop, execute
 from tests.kit.until import until
 from txbroker.consumer import CommitPolicy, InDatabase, ReceivedMessage
 from txbroker.core.consuming.copies import Failed, Source
-from txbroker.core.consuming.position import Metadata
+from txbroker.core.consuming.position import Metadata, Position
+from txbroker.core.consuming.progress import Progress
 from txbroker.core.records import Record
 from txbroker.databases import Postgres, from_sqlalchemy
 from txbroker.databases.kept import RETRY, Kept
@@ -138,23 +139,11 @@ async def test_end_while_the_server_does_not_answer(
 def test_position_that_is_not_stored_forgets_no_stage(world: World) -> None:
     """The copy of a message whose later stage failed may be refused."""
 
-    async def check() -> None:
-        from txbroker.consumer.engine import Engine
-        from txbroker.consumer.message import MessageLease, NoLease
-        from txbroker.consumer.partition import Work
-        from txbroker.core.consuming.copies import GroupTopics
-        from txbroker.core.consuming.failure import make_policy
-        from txbroker.core.consuming.queues import Order
-
-        policy = make_policy(Order.KEY, None, 1, None, drop=False)
-        engine = Engine(Order.KEY, policy, GroupTopics.of("txbroker", "g"), 1 << 20)
-        work = Work(engine, PLACE, MessageLease(NoLease(), asyncio.get_running_loop()))
-        work.ahead = {0, 2}
-        before = work.saved()
-        assert work.saved(done_too=[2])[1].later is not None
-        assert work.saved() == before
-
-    asyncio.run(check())
+    progress = Progress()
+    progress.begin_at(Position(0), {0, 2})
+    before = progress.saved(Metadata(1))
+    assert progress.saved(Metadata(1), done_too=[2])[1].later is not None
+    assert progress.saved(Metadata(1)) == before
 
 
 @pytest.mark.parametrize("shop", ["postgres_server read committed"], indirect=True)
@@ -200,10 +189,8 @@ async def test_interrupted_call_that_waits_for_a_thread(world: World, shop: Shop
             await booking.begins("1")
             await until(lambda: len(consumer._engine.in_flight) == 2)
             consumer.suspend()
-            (work,) = [
-                each for each in consumer._engine.works if each.place == PLACE and not each.is_kept
-            ]
-            consumer._engine.interrupt(work)
+            (partition,) = [each for each in consumer._engine.partitions if each.place == PLACE]
+            consumer._engine.partitions.interrupt(partition)
             await asyncio.sleep(0.05)
         await shop.has("1")
         await asyncio.sleep(0.2)

@@ -231,7 +231,7 @@ async def test_handler_that_does_not_end(
     world: World, shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The consumer ends without it; its transaction is rolled back or stored as a whole."""
-    from txbroker.consumer import workers
+    from txbroker.consumer.engine import workers
 
     monkeypatch.setattr(workers, "_CANCELLED_S", 0.05)
     booking = Booking(shop)

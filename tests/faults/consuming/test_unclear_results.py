@@ -16,18 +16,21 @@ from msgspec.structs import replace
 from tests.kit.processing import Doors
 from tests.kit.until import until
 from txbroker.consumer import Consumer, InDatabase, ReceivedMessage
-from txbroker.consumer.committer import CommitPolicy, Committer, Pending, StoreTraits
-from txbroker.consumer.engine import Engine
-from txbroker.consumer.message import MessageLease, NoLease
-from txbroker.consumer.partition import Work
+from txbroker.consumer.engine.loop import Engine
+from txbroker.consumer.message import NoLease
+from txbroker.consumer.pending import Pending
+from txbroker.consumer.rounds import CommitPolicy, Rounds, StoreTraits
 from txbroker.consumer.stores.connections import Connections
 from txbroker.core.consuming.copies import Failed, GroupTopics, Source, make_copy
 from txbroker.core.consuming.failure import make_policy
+from txbroker.core.consuming.partition import PartitionState
+from txbroker.core.consuming.position import Position, StoredOffset
+from txbroker.core.consuming.progress import Progress
 from txbroker.core.consuming.queues import Order
 from txbroker.core.records import Record
 from txbroker.databases import SQLite
 from txbroker.databases.steps import Query, Steps
-from txbroker.door.consuming import Partition, StoredOffset
+from txbroker.door.consuming import Partition
 from txbroker.door.writing import Copy
 from txbroker.errors import KafkaUnavailable
 from txbroker.testing.memory import MemoryKafka
@@ -82,19 +85,19 @@ class NoFlow:
     def resume(self, partition: Partition) -> None: ...
 
 
-def committing(store: UnclearStore) -> tuple[Committer, Work]:
+def committing(store: UnclearStore) -> tuple[Rounds, PartitionState]:
     policy = make_policy(Order.KEY, "aside", 3, None, drop=False)
     engine = Engine(Order.KEY, policy, GroupTopics.of("txbroker", GROUP), 1 << 20)
-    committer = Committer(engine, store, CommitPolicy(), lambda _work: None, traits=StoreTraits())
-    work = Work(engine, PLACE, MessageLease(NoLease(), asyncio.get_running_loop()))
-    engine.add(work, committer, NoFlow())
-    return committer, work
+    rounds = Rounds(engine, store, CommitPolicy(), lambda _lost: None, traits=StoreTraits())
+    partition = PartitionState(PLACE, engine.queues, NoLease(), Progress())
+    engine.partitions.add(partition, rounds, NoFlow())
+    return rounds, partition
 
 
-async def flushed(committer: Committer, work: Work) -> None:
+async def flushed(rounds: Rounds, partition: PartitionState) -> None:
     while True:
         try:
-            return await committer.flush([work])
+            return await rounds.flush([partition])
         except KafkaUnavailable:
             continue
 
@@ -105,18 +108,18 @@ async def flushed(committer: Committer, work: Work) -> None:
 async def test_copy_without_new_position_is_stored_once(plain: bool | None, stored: bool) -> None:
     """Copies of a released key leave the position of its partition as it is."""
     store = UnclearStore()
-    committer, work = committing(store)
-    store.offsets[PLACE] = work.stored()
+    rounds, partition = committing(store)
+    store.offsets[PLACE] = partition.stored()
     if plain is not None:
         store.unanswered = [plain]
-        committer.changed(work, 0)
+        rounds.changed(partition, 0)
         with pytest.raises(KafkaUnavailable):
-            await committer.flush([work])
+            await rounds.flush([partition])
     store.unanswered = [stored]
     done = Noted()
     copies = [Copy("aside", 0, Record(b"k", b"1"))]
-    committer.store(Pending(work, None, copies, done))
-    await flushed(committer, work)
+    rounds.store(Pending(partition, None, copies, done))
+    await flushed(rounds, partition)
     assert [copy.record.key for copy in store.copies] == [b"k"]
     assert done.events == ["stored"]
 
@@ -125,12 +128,13 @@ async def test_retried_message_keeps_its_first_stage() -> None:
     """Its output is stored; after a crash only the later stages follow."""
     policy = make_policy(Order.NONE, "retry", 3, None, drop=False)
     engine = Engine(Order.NONE, policy, GroupTopics.of("txbroker", GROUP), 1 << 20)
-    lease = MessageLease(NoLease(), asyncio.get_running_loop())
-    work = Work(engine, ("retry", 0), lease, is_retry=True)
-    work.ahead = {7}
+    partition = PartitionState(("retry", 0), engine.queues, NoLease(), Progress(), retries=True)
+    partition.progress.begin_at(Position(0), {7})
     record = Record(b"k", b"1")
     failed = Failed(Source("orders", 0, 3), 1, 0, "once")
-    messages = work.wrap([replace(make_copy(record, failed), offset=n) for n in (6, 7)])
+    messages = engine.arrivals.wrap(
+        partition.log, [replace(make_copy(record, failed), offset=n) for n in (6, 7)]
+    )
     assert [message.stage for message in messages] == [0, 1]
 
 

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from msgspec import Struct, structs
 
-from txbroker.consumer.asides import original
+from txbroker.consumer.asides.released import original
 from txbroker.consumer.operations.groups import COUNTED_MAX, GroupView, scan
 from txbroker.core.consuming.aside import AsideKeys, release_record
 from txbroker.core.consuming.copies import (

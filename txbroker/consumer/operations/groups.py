@@ -9,16 +9,14 @@ from msgspec import Struct
 
 from txbroker.core.consuming.copies import GroupTopics, read_copy
 from txbroker.core.consuming.failure import DELAYS_S
-from txbroker.core.consuming.position import ForeignMetadata, Metadata, decode_metadata
-from txbroker.core.records import Record
-from txbroker.door.consuming import (
-    EARLIEST,
-    LATEST,
-    ConsumingDoor,
-    GroupDescription,
-    Partition,
+from txbroker.core.consuming.position import (
+    ForeignMetadata,
+    Metadata,
     StoredOffset,
+    decode_metadata,
 )
+from txbroker.core.records import Record
+from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, GroupDescription, Partition
 from txbroker.errors import ConfigurationError
 
 _READ_OFFSETS = 1000

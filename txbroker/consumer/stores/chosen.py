@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 
-from txbroker.consumer.asides import TopicAsides
-from txbroker.consumer.committer import Store
-from txbroker.consumer.reader import MakeAsides
+from txbroker.consumer.asides.table import DeadLetterTopic, NoDeadLetterTopic, TableAsides
+from txbroker.consumer.asides.topic import TopicAsides
+from txbroker.consumer.claims import MakeAsides
+from txbroker.consumer.engine.workers import ResultStore
+from txbroker.consumer.rounds import Store
 from txbroker.consumer.settings import ConsumerSettings
 from txbroker.consumer.stores.database import InDatabase, OpenDatabase
 from txbroker.consumer.stores.files import InFile
 from txbroker.consumer.stores.kafka import InKafka, KafkaResults
-from txbroker.consumer.stores.kept import DeadLetterTopic, NoDeadLetterTopic, TableAsides
 from txbroker.consumer.stores.mirror import Mirrored
 from txbroker.consumer.stores.own import OwnPositions
-from txbroker.consumer.workers import Results
 from txbroker.door.consuming import ConsumingDoor, GroupMember
 from txbroker.errors import ConfigurationError
 
@@ -32,7 +32,7 @@ class Stores:
         self._shared: Store | None = None
         self._database: OpenDatabase | None = None
         self._dead_letters: DeadLetterTopic | None = None
-        self.results: Results | None = None
+        self.results: ResultStore | None = None
 
     @classmethod
     async def open(
@@ -88,11 +88,9 @@ class Stores:
         door, topic = self._door, self._settings.own_topics.aside
         database, dead_letters = self._database, self._dead_letters
         if database is not None:
-            return lambda engine, committer, _fetcher: TableAsides(
-                engine, committer, database, door, dead_letters
+            return lambda engine, rounds, _fetcher: TableAsides(
+                engine, rounds, database, door, dead_letters
             )
         if all(spec.name != topic for spec in self._settings.needed_topics()):
             return None
-        return lambda engine, committer, fetcher: TopicAsides(
-            engine, committer, door, fetcher, topic
-        )
+        return lambda engine, rounds, fetcher: TopicAsides(engine, rounds, door, fetcher, topic)

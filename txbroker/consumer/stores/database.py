@@ -5,24 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from txbroker.consumer.committer import StoreTraits
+from txbroker.consumer.rounds import StoreTraits
 from txbroker.consumer.stores.connections import Connections
 from txbroker.consumer.stores.results import DatabaseResults
+from txbroker.consumer.stores.stored import METADATA_MAX, StoredPositions
 from txbroker.core.consuming.copies import GroupTopics, read_copy
-from txbroker.core.consuming.position import Metadata, Position, decode_metadata, encode_metadata
+from txbroker.core.consuming.position import StoredOffset, decode_metadata, encode_metadata
 from txbroker.core.records import Cause
 from txbroker.databases.database import Database, check_database
 from txbroker.databases.dialect import Fault
 from txbroker.databases.kept import DEAD, RETRY, SET_ASIDE, UNPUBLISHED, Kept, KeptTable
 from txbroker.databases.positions import PositionTable
 from txbroker.databases.steps import Steps
-from txbroker.door.consuming import Partition, StoredOffset
+from txbroker.door.consuming import Partition
 from txbroker.door.writing import Copy, Refused
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError
 
 CONNECTIONS_MAX = 4
-_METADATA_MAX = 1 << 24
 
 
 class InDatabase:
@@ -40,7 +40,7 @@ class InDatabase:
         ConfigurationError: `database` is none.
     """
 
-    traits = StoreTraits(exact=True, repeatable=True, metadata_max=_METADATA_MAX)
+    traits = StoreTraits(exact=True, repeatable=True, metadata_max=METADATA_MAX)
 
     def __init__(
         self,
@@ -94,13 +94,8 @@ class OpenDatabase:
         self._positions = PositionTable(database.dialect, group)
         dead = UNPUBLISHED if publish else DEAD
         self._states = {topics.retry: RETRY, topics.aside: SET_ASIDE, topics.dead: dead}
-        self._rows: dict[Partition, list[int]] = {}
-        """Offsets of done rows that the next position replaces."""
-        self._claimed: set[Partition] = set()
-        """Partitions whose first position is not stored: it may be lower than the last one."""
-        self._stored: dict[Partition, tuple[int, Metadata]] = {}
-        """Positions that results have stored: a round need not."""
-        self.results = DatabaseResults(self, self._positions)
+        self._stored = StoredPositions()
+        self.results = DatabaseResults(connections, self._positions, self.kept, self._stored)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -112,13 +107,10 @@ class OpenDatabase:
         claimed = await self.connections.transaction(
             lambda: self._positions.claim(partitions, now_ms)
         )
-        self._rows.update((place, list(each.rows)) for place, each in claimed.items())
-        self._claimed.update(claimed)
-        for place in claimed:
-            self._stored.pop(place, None)
+        self._stored.claim({place: each.rows for place, each in claimed.items()})
         return {
             place: StoredOffset(
-                each.next, encode_metadata(max(0, each.next), each.metadata, _METADATA_MAX)[0]
+                each.next, encode_metadata(max(0, each.next), each.metadata, METADATA_MAX)[0]
             )
             for place, each in claimed.items()
         }
@@ -127,8 +119,8 @@ class OpenDatabase:
         self, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy] = ()
     ) -> Collection[Partition]:
         """Store positions and failed messages, see `Store.commit`."""
-        first = self._claimed.intersection(offsets)
-        rows = {place: self._replaced(place, offsets[place]) for place in offsets}
+        first = self._stored.claimed.intersection(offsets)
+        rows = {place: self._stored.replaced(place, offsets[place]) for place in offsets}
         kept: dict[Partition, list[tuple[int, Kept]]] = {}
         for index, copy in enumerate(copies):
             each = self._kept(copy)
@@ -137,7 +129,7 @@ class OpenDatabase:
         changed = [
             place
             for place in sorted(offsets)
-            if rows[place] or place in kept or not self._is_stored(place, offsets[place])
+            if rows[place] or place in kept or not self._stored.has(place, offsets[place])
         ]
         if not changed:
             return ()
@@ -171,42 +163,10 @@ class OpenDatabase:
             except Refused:  # for its encoding, or for its size
                 fenced = await self.connections.transaction(lambda: steps(in_ascii=True))
         except BaseException:
-            for place, offsets_ in rows.items():
-                self._rows[place] = offsets_ + self._rows.get(place, [])
+            self._stored.put_back(rows)
             raise
-        self._claimed -= first
+        self._stored.confirm(first)
         return fenced
-
-    def _replaced(self, place: Partition, stored: StoredOffset) -> list[int]:
-        """Take the done rows of a partition that a position includes; the others stay. The first
-        position after a claim replaces all: `on_assign` may have moved it."""
-        rows = self._rows.pop(place, [])
-        if place not in self._claimed:
-            metadata = decode_metadata(*stored)
-            assert metadata is not None
-            left = Position(stored.offset, metadata.ranges).undone(rows)
-            self._rows[place] = left
-            rows = sorted(set(rows).difference(left))
-        return rows
-
-    def add_rows(self, place: Partition, offsets: Sequence[int]) -> None:
-        """Take note of done rows that were stored with results."""
-        self._rows.setdefault(place, []).extend(offsets)
-
-    def advanced(self, place: Partition, position: tuple[int, Metadata]) -> None:
-        """Take note of a position that was stored with results."""
-        self._stored[place] = position
-
-    def doubt(self) -> None:
-        """Let the next round try the database, also if it has nothing to store."""
-        self._stored.clear()
-
-    def _is_stored(self, place: Partition, offset: StoredOffset) -> bool:
-        """Return whether results have stored exactly this position."""
-        if place not in self._stored:
-            return False
-        low, metadata = self._stored[place]
-        return offset == (low, encode_metadata(low, metadata, _METADATA_MAX)[0])
 
     def _kept(self, copy: Copy) -> Kept:
         found = read_copy(copy.record)

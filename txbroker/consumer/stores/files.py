@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import msgspec
 
-from txbroker.door.consuming import Partition, StoredOffset
+from txbroker.core.consuming.position import StoredOffset
+from txbroker.door.consuming import Partition
 from txbroker.door.writing import Copy
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 

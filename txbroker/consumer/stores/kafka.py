@@ -7,21 +7,21 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
-from txbroker.consumer.committer import StoreTraits
-from txbroker.consumer.message import ReceivedMessage
-from txbroker.consumer.partition import first_stored
-from txbroker.consumer.stores.pending import Pending
-from txbroker.consumer.workers import (
+from txbroker.consumer.engine.loop import Engine
+from txbroker.consumer.engine.workers import (
     Call,
     Handler,
     RolledBack,
     is_coroutine_function,
     until_end,
 )
+from txbroker.consumer.message import ReceivedMessage
+from txbroker.consumer.pending import Pending
+from txbroker.consumer.rounds import StoreTraits
 from txbroker.core.consuming.failure import Reject
 from txbroker.core.records import Cause, Message
 from txbroker.door.consuming import ConsumingDoor
@@ -30,9 +30,6 @@ from txbroker.door.writing import Copy, Refused
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.net.timers import grown_pause_s
-
-if TYPE_CHECKING:
-    from txbroker.consumer.engine import Engine
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -94,12 +91,13 @@ class Outputs:
 class _FirstStage:
     """Takes the result of the first stage's outputs; see `Storing`."""
 
-    def __init__(self, future: asyncio.Future[None]) -> None:
+    def __init__(self, engine: Engine, future: asyncio.Future[None]) -> None:
+        self._engine = engine
         self._future = future
 
     def stored(self, pending: Pending) -> None:
         assert pending.message is not None
-        first_stored([pending.message])
+        self._engine.settlement.store_stage([pending.message])
         if not self._future.done():
             self._future.set_result(None)
 
@@ -116,7 +114,7 @@ class _FirstStage:
 
 
 class KafkaResults:
-    """The `Results` of handlers that send messages.
+    """The `ResultStore` of handlers that send messages.
 
     Args:
         prefix: of txbroker's own topics, which are no targets.
@@ -138,7 +136,7 @@ class KafkaResults:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def check(self, handler: Handler, *, batch: bool) -> None:
-        """See `Results.check`."""
+        """See `ResultStore.check`."""
         if batch:
             raise ConfigurationError(
                 "batch is not for InKafka, which collects the outputs of many messages in a "
@@ -146,8 +144,8 @@ class KafkaResults:
             )
 
     def around(self, engine: Engine, handler: Handler) -> Call:
-        """See `Results.around`: the outputs go to the messages' holder, and are stored after the
-        call; with later stages they are stored before it returns."""
+        """See `ResultStore.around`: the outputs go to the messages' call, and are stored after it;
+        with later stages they are stored before it returns."""
         run = handler if is_coroutine_function(handler) else self._in_thread(handler)
         placing = self._placing
 
@@ -163,13 +161,13 @@ class KafkaResults:
             except MessagesRefused as error:
                 raise Reject(str(error)) from None
             failpoint("consumer.outputs_collected")
-            holder = engine.in_flight.get(message)
-            if engine.staged:
-                copies += message.work.stage_mark(message)
+            by = engine.call_of(message)
+            if engine.settlement.staged:
+                copies += message.feed.stage_mark(message)
                 await self._store(engine, message, copies)
-            elif holder is not None:
-                copies += message.work.clearance(message)
-                holder.outputs = copies
+            elif by is not None:
+                copies += message.feed.clearance(message)
+                by.outputs = copies
 
         return call
 
@@ -188,12 +186,12 @@ class KafkaResults:
             Reject: Kafka refuses one.
             RolledBack: they are not stored, or the partition is lost.
         """
-        work, stored = message.work, self._loop.create_future()
-        commits = work.commits
+        partition, stored = message.feed.partition, self._loop.create_future()
+        commits = engine.partitions.commits.get(partition)
         if commits is None:
             raise RolledBack
-        owner = _FirstStage(stored)
-        pending = Pending(work.owner, message, copies, owner, first=True)
+        owner = _FirstStage(engine, stored)
+        pending = Pending(partition, message, copies, owner, first=True)
         commits.store(pending)
         try:
             await asyncio.shield(stored)
@@ -202,8 +200,8 @@ class KafkaResults:
                 await stored  # or the message would be handled again
             raise
 
-    async def finished(self, messages: Sequence[ReceivedMessage]) -> None:
-        """See `Results.finished`."""
+    async def finished(self, engine: Engine, messages: Sequence[ReceivedMessage]) -> None:
+        """See `ResultStore.finished`."""
 
     # --- outputs -----------------------------------------------------------------------------
 

@@ -8,9 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 
-from txbroker.consumer.committer import Store
-from txbroker.core.consuming.position import METADATA_LENGTH_MAX, decode_metadata, encode_metadata
-from txbroker.door.consuming import GroupMember, Partition, StoredOffset
+from txbroker.consumer.rounds import Store
+from txbroker.core.consuming.position import (
+    METADATA_LENGTH_MAX,
+    StoredOffset,
+    decode_metadata,
+    encode_metadata,
+)
+from txbroker.door.consuming import GroupMember, Partition
 from txbroker.door.writing import Copy
 from txbroker.error_text import safe_repr
 from txbroker.errors import KafkaUnavailable

@@ -6,8 +6,9 @@ import inspect
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from txbroker.consumer.committer import StoreTraits
-from txbroker.door.consuming import ConsumingDoor, Partition, StoredOffset, StoreUnavailable
+from txbroker.consumer.rounds import StoreTraits
+from txbroker.core.consuming.position import StoredOffset
+from txbroker.door.consuming import ConsumingDoor, Partition, StoreUnavailable
 from txbroker.door.writing import Copy, Fenced
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError

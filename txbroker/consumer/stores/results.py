@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
-from txbroker.consumer.message import ReceivedMessage
-from txbroker.consumer.partition import first_stored
+from txbroker.consumer.engine.loop import Engine
+from txbroker.consumer.engine.workers import Call, Handler, RolledBack, is_coroutine_function
+from txbroker.consumer.message import ReceivedMessage, source_of
+from txbroker.consumer.stores.connections import Connections
+from txbroker.consumer.stores.stored import StoredPositions
 from txbroker.consumer.stores.transaction import Transaction, Unanswered
-from txbroker.consumer.workers import Call, Handler, RolledBack, is_coroutine_function
-from txbroker.core.consuming.copies import Source
 from txbroker.databases.dialect import Fault
+from txbroker.databases.kept import KeptTable
 from txbroker.databases.positions import PositionTable, Settled, Stored
 from txbroker.databases.sessions import HandlerFailed, busy_pause
 from txbroker.databases.steps import Steps
@@ -22,10 +24,6 @@ from txbroker.door.consuming import StoreUnavailable
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, InvariantBroken, TxbrokerError
 from txbroker.net.timers import grown_pause_s
-
-if TYPE_CHECKING:
-    from txbroker.consumer.engine import Engine
-    from txbroker.consumer.stores.database import OpenDatabase
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -56,20 +54,27 @@ class SessionChanged(TxbrokerError):
 
 
 class DatabaseResults:
-    """The `Results` of handlers with a database."""
+    """The `ResultStore` of handlers with a database."""
 
     second_argument = "connection"
 
-    def __init__(self, store: OpenDatabase, positions: PositionTable) -> None:
-        self._store = store
-        self._connections = store.connections
-        self._database = store.connections.database
+    def __init__(
+        self,
+        connections: Connections,
+        positions: PositionTable,
+        kept: KeptTable,
+        stored: StoredPositions,
+    ) -> None:
+        self._connections = connections
+        self._database = connections.database
         self._positions = positions
+        self._kept = kept
+        self._stored = stored
         self._failures = 0
         """In a row: the database was unavailable for handlers."""
 
     def check(self, handler: Handler, *, batch: bool) -> None:
-        """See `Results.check`."""
+        """See `ResultStore.check`."""
         coroutine = is_coroutine_function(handler)
         if coroutine and not self._database.asynchronous:
             raise ConfigurationError(
@@ -83,7 +88,7 @@ class DatabaseResults:
             )
 
     def around(self, engine: Engine, handler: Handler) -> Call:
-        """See `Results.around`."""
+        """See `ResultStore.around`."""
         coroutine = is_coroutine_function(handler)
 
         async def attempt(transaction: Transaction) -> int | None:
@@ -109,7 +114,7 @@ class DatabaseResults:
                     stopped_at = await self._look(transaction)
                 except Exception as error:
                     await self._failed(transaction, error, last=number + 1 == _BUSY_ATTEMPTS)
-                    engine.counts["repeated"] += 1
+                    engine.settlement.counts["repeated"] += 1
                     await busy_pause(number)
                     continue
                 self._failures = 0
@@ -158,7 +163,7 @@ class DatabaseResults:
             and (fault is not Fault.UNAVAILABLE or not self._may_lose(transaction))
         ):
             raise SessionChanged(str(self._database.explain(error))) from error
-        await self._unavailable(transaction.messages, raised or error)
+        await self._unavailable(transaction.engine, transaction.messages, raised or error)
         raise RolledBack
 
     def _may_lose(self, transaction: Transaction) -> bool:
@@ -179,7 +184,9 @@ class DatabaseResults:
             return False
         return True
 
-    async def _unavailable(self, messages: Sequence[ReceivedMessage], error: BaseException) -> None:
+    async def _unavailable(
+        self, engine: Engine, messages: Sequence[ReceivedMessage], error: BaseException
+    ) -> None:
         """Let the partitions of messages wait for the database, and wait for a moment: it may
         refuse handlers and take positions."""
         log.warning(
@@ -188,10 +195,10 @@ class DatabaseResults:
             message=repr(messages[0]),
             error=safe_repr(self._database.explain(error)),
         )
-        for work in {message.work for message in messages}:
-            if work.commits is not None:
-                work.commits.unavailable(work.owner)
-        self._store.doubt()
+        for partition in {message.feed.partition for message in messages}:
+            if (commits := engine.partitions.commits.get(partition)) is not None:
+                commits.unavailable(partition)
+        self._stored.doubt()
         self._failures += 1
         await asyncio.sleep(grown_pause_s(self._failures, _PAUSE_S, _PAUSE_MAX_S))
 
@@ -207,7 +214,7 @@ class DatabaseResults:
             try:
                 found = await self._looked(first)
             except StoreUnavailable as error:
-                await self._unavailable(transaction.messages, error)
+                await self._unavailable(transaction.engine, transaction.messages, error)
                 continue
             if found is Stored.BEFORE:
                 return None
@@ -233,43 +240,44 @@ class DatabaseResults:
         if stopped_at is None:
             for part in transaction.parts:
                 if part.settled.position is not None:
-                    self._store.advanced(part.work.place, part.settled.position)
+                    self._stored.advanced(part.partition.place, part.settled.position)
                 elif part.settled.offsets:
-                    self._store.add_rows(part.work.place, part.settled.offsets)
-            first_stored(transaction.messages)
+                    self._stored.add_rows(part.partition.place, part.settled.offsets)
+            transaction.engine.settlement.store_stage(transaction.messages)
             return
         part = transaction.parts[stopped_at]
         if part.stored is Stored.FENCED:
             try:
                 found = await self._looked(part.settled)
             except StoreUnavailable as error:
-                await self._unavailable(transaction.messages, error)
+                await self._unavailable(transaction.engine, transaction.messages, error)
                 raise RolledBack from None
             if found is not Stored.FENCED:  # its search_path or database has such tables, too
                 raise SessionChanged
-            if part.work.commits is not None:
-                part.work.commits.fenced(part.work.owner)
+            commits = transaction.engine.partitions.commits.get(part.partition)
+            if commits is not None:
+                commits.fence(part.partition)
             raise RolledBack
         if len(transaction.messages) == 1:
-            self._store.add_rows(part.work.place, part.settled.offsets)
-            first_stored(part.messages)
+            self._stored.add_rows(part.partition.place, part.settled.offsets)
+            transaction.engine.settlement.store_stage(part.messages)
             return
         for message in part.messages:  # which of them was stored before, each shows alone
             message.alone = True
         raise RolledBack
 
-    async def finished(self, messages: Sequence[ReceivedMessage]) -> None:
-        """See `Results.finished`."""
-        kept = [message for message in messages if message.stage and message.work.is_kept]
+    async def finished(self, engine: Engine, messages: Sequence[ReceivedMessage]) -> None:
+        """See `ResultStore.finished`."""
+        kept = [message for message in messages if message.stage and message.feed.is_kept]
         if kept:
-            sources = [Source(message.topic, message.partition, message.offset) for message in kept]
+            sources = [source_of(message) for message in kept]
 
             def steps() -> Steps[None]:
                 for source in sources:
-                    yield from self._store.kept.remove(source)
+                    yield from self._kept.remove(source)
 
             try:
                 await self._connections.transaction(steps)
             except StoreUnavailable as error:
-                await self._unavailable(kept, error)
+                await self._unavailable(engine, kept, error)
                 raise RolledBack from None

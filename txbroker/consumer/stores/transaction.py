@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from txbroker.consumer.engine.loop import Engine
+from txbroker.consumer.engine.workers import Handler, RolledBack, until_end
 from txbroker.consumer.message import ReceivedMessage
-from txbroker.consumer.partition import Work
-from txbroker.consumer.workers import Handler, RolledBack, until_end
+from txbroker.core.consuming.partition import Feed
 from txbroker.core.consuming.queues import Order
 from txbroker.databases.dialect import Dialect, Fault
 from txbroker.databases.positions import PositionTable, Settled, Stored
@@ -25,33 +26,32 @@ from txbroker.databases.steps import Steps, run, run_async
 from txbroker.errors import ConfigurationError
 from txbroker.failpoints import failpoint
 
-if TYPE_CHECKING:
-    from txbroker.consumer.engine import Engine
-
 
 class Unanswered(Exception):
     """Whether a commit was executed is unknown."""
 
 
 class Part:
-    """The messages of a transaction that come from one partition, or from one of its queues."""
+    """The messages of a transaction that come from one feed of a partition."""
 
-    def __init__(self, work: Work, messages: list[ReceivedMessage], *, staged: bool) -> None:
-        self.work = work
+    def __init__(
+        self, feed: Feed, messages: list[ReceivedMessage], order: Order, *, staged: bool
+    ) -> None:
+        self.partition = partition = feed.partition
         self.messages = messages
         self.stored = Stored.NOW
-        place = work.owner.place
-        if work.is_kept:
+        place = partition.place
+        if feed.is_kept:
             offsets = sorted([message.offset for message in messages])
-            self.settled = Settled(place, work.token, (), offsets, stages=staged)
+            self.settled = Settled(place, partition.token, (), offsets, stages=staged)
             return
         offsets = sorted([message.record.offset for message in messages])
         position = None
-        if work.order is Order.PARTITION and work.position.low == offsets[0]:
-            position = work.saved(ahead_too=offsets) if staged else work.saved(offsets)
+        if order is Order.PARTITION and partition.progress.position.low == offsets[0]:
+            position = partition.saved(ahead_too=offsets) if staged else partition.saved(offsets)
             if position[0] <= offsets[-1]:
                 position = None  # messages between them are not done
-        self.settled = Settled(place, work.token, offsets, position=position)
+        self.settled = Settled(place, partition.token, offsets, position=position)
 
 
 class Transaction:
@@ -79,12 +79,14 @@ class Transaction:
         self._argument = argument
         self.engine = engine
         self.messages = messages
-        by_work: dict[Work, list[ReceivedMessage]] = {}
+        by_feed: dict[Feed, list[ReceivedMessage]] = {}
         for message in messages:
-            by_work.setdefault(message.work, []).append(message)
-        ordered = sorted(by_work, key=lambda work: work.place)
-        self.parts = [Part(work, by_work[work], staged=engine.staged) for work in ordered]
-        self._holder = engine.in_flight.get(messages[0])
+            by_feed.setdefault(message.feed, []).append(message)
+        self.parts = [
+            Part(feed, by_feed[feed], engine.order, staged=engine.settlement.staged)
+            for feed in sorted(by_feed, key=lambda feed: feed.partition.place)
+        ]
+        self._call = engine.call_of(messages[0])
         self.locks_first = False
         self.handled = False
         self.own_opened = 0
@@ -156,28 +158,28 @@ class Transaction:
     def untimed(self) -> Iterator[None]:
         """Apply the timeout of handlers to the handler alone: a message has not failed because it
         waits for a connection, or because the answer of its commit is late."""
-        holder = self._holder
-        if holder is None:
+        call = self._call
+        if call is None:
             yield
             return
-        holder.untimed = True
+        call.untimed = True
         try:
             yield
         finally:
-            holder.untimed = False
-            holder.since_s = self._time()  # later stages follow
+            call.untimed = False
+            call.since_s = self._time()  # later stages follow
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        holder = self._holder
-        if holder is None:
+        call = self._call
+        if call is None:
             yield
             return
-        holder.since_s, holder.untimed = self._time(), False
+        call.since_s, call.untimed = self._time(), False
         try:
             yield
         finally:
-            holder.untimed = True
+            call.untimed = True
 
     def _check(self, session: PlainSession | AsyncSession) -> None:
         """Raise TransactionControlled if the handler ended the transaction, RolledBack if it
@@ -190,7 +192,7 @@ class Transaction:
                 "statement that commits (on MariaDB also CREATE, ALTER and DROP): what it wrote "
                 "may be stored without its position. Leave them out of the handler"
             )
-        reports = (self._holder.reports if self._holder is not None else None) or {}
+        reports = (self._call.reports if self._call is not None else None) or {}
         if any(error is not None for error in reports.values()):
             raise RolledBack
 
@@ -207,7 +209,7 @@ class Transaction:
         return None
 
     def _check_lease(self) -> None:
-        if any(part.work.lease.left_s <= 0 for part in self.parts):
+        if any(part.partition.lease.deadline_s <= self._time() for part in self.parts):
             raise RolledBack
 
     def _commit_failed(self, error: Exception) -> None:

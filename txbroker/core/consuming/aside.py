@@ -49,15 +49,49 @@ class AsideKeys:
     """The set-aside keys of one partition.
 
     A message without a key is set aside alone, under the offset that it had.
+
+    Attributes:
+        keys: those that are known.
+        pending: those whose first copy is not visible yet.
+        stored: how many the stored position had; None: there was no position.
+        known: whether `keys` are all; otherwise another consumer of the group may have set some
+            aside, as many as were stored.
     """
 
     def __init__(self, partition: Partition) -> None:
         self._partition = partition
         self.keys: dict[bytes | int, AsideKey] = {}
+        self.pending: set[bytes | int] = set()
+        self.stored: int | None = 0
+        self.known = False
+
+    def __bool__(self) -> bool:
+        return bool(self.keys or self.pending)
+
+    def __contains__(self, key: bytes | int | None) -> bool:
+        return key is not None and (key in self.keys or key in self.pending)
+
+    @property
+    def count(self) -> int:
+        """The number of set-aside keys."""
+        if not self.known:
+            return self.stored or 0
+        return len(self.keys) + sum(key not in self.keys for key in self.pending)
+
+    def add(self, key: bytes | int) -> None:
+        """A key is set aside, or has one more copy, which no topic shows."""
+        self.keys.setdefault(key, AsideKey(0)).count += 1
+        self.pending.discard(key)
 
     def note(self, record: Record) -> bytes | int | None:
         """Take the next record of the aside topic; return the key that it concerns, None if it is
         about another partition or foreign."""
+        key = self._note(record)
+        if key is not None:
+            self.pending.discard(key)
+        return key
+
+    def _note(self, record: Record) -> bytes | int | None:
         for name, value in record.headers[:1]:
             text = (value or b"").decode(errors="replace")
             if name in (RELEASE_HEADER, CLEARED_HEADER, STAGED_HEADER):

@@ -114,6 +114,10 @@ class Failed(Struct, frozen=True):
     stage: int = 0
     left_out: LeftOut | None = None
 
+    def due_by(self, latest_ms: int) -> Failed:
+        """Return it with a time of at most `latest_ms`, milliseconds since 1970."""
+        return self if self.due_ms <= latest_ms else structs.replace(self, due_ms=latest_ms)
+
 
 def make_copy(record: Record, failed: Failed) -> Record:
     """Return the copy of a message. It is dated when it is written: Kafka's retention counts from

@@ -39,6 +39,14 @@ Ranges = Sequence[tuple[int, int]]
 """Ranges of offsets as `(first, end)`, ascending, not adjacent; `end` is not included."""
 
 
+class StoredOffset(NamedTuple):
+    """A stored position: the offset of the next record to handle, and its metadata; of a group's
+    offset at most 4,096 characters."""
+
+    offset: int
+    metadata: str
+
+
 class ForeignMetadata(ValueError):
     """The metadata of an offset are another program's, or a newer version's."""
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -27,6 +28,27 @@ class Order(StrEnum):
     NONE = "none"
     PARTITION = "partition"
     KEY = "key"
+
+
+class StopReason(StrEnum):
+    """Why no message of a partition is given out.
+
+    SUSPENDED: the user has suspended it.
+    RELEASED: it is being released.
+    LEASE: its lease has ended.
+    REFUSED: copies of its messages were refused a moment ago.
+    NOT_STORED: nothing of it can be stored.
+    ALONE: a message that may end the process is handled alone.
+    CLEARING: the copies of a released key are being cleared.
+    """
+
+    SUSPENDED = "suspended"
+    RELEASED = "released"
+    LEASE = "lease"
+    REFUSED = "refused"
+    NOT_STORED = "not stored"
+    ALONE = "alone"
+    CLEARING = "clearing"
 
 
 class Item(Protocol):
@@ -97,8 +119,9 @@ class PartitionQueue(Generic[M]):
         """Lanes whose next message can be given out."""
         self.retries: deque[Lane] = deque()
         """The same, of lanes whose first message failed."""
-        self.suspended: set[str] = set()
-        """Reasons for which no message is given out."""
+        self.stops: dict[tuple[StopReason, Hashable], float] = {}
+        """Reasons for which no message is given out, and until when, event loop seconds. Several
+        owners may have the same reason."""
         self.full = False
         """Only messages that were given out, or wait in a lane, are given out."""
         self.removed = False
@@ -145,6 +168,23 @@ class PartitionQueue(Generic[M]):
         heads = [lane.waiting[0] for lane in lanes if lane is not None and lane.waiting]
         return heads + list(itertools.islice(self.buffer, 1))
 
+    @property
+    def count(self) -> int:
+        """The number of messages that are not in flight."""
+        lanes = (*self.lanes.values(), *self.alone)
+        waiting = sum([len(lane.waiting) for lane in lanes if lane is not None])
+        return len(self.buffer) + waiting
+
+    def remove_all(self) -> list[M]:
+        """Remove the messages that are not in flight; return them."""
+        found = list(self.buffer)
+        self.buffer.clear()
+        for lane in (*self.lanes.values(), *self.alone):
+            if lane is not None:
+                found += lane.waiting
+                lane.waiting.clear()
+        return found
+
 
 class Queues(Generic[M]):
     """The queues of all partitions."""
@@ -171,7 +211,7 @@ class Queues(Generic[M]):
         self._list(queue)
 
     def _list(self, queue: PartitionQueue[M]) -> None:
-        if queue.listed or queue.suspended or queue.removed:
+        if queue.listed or queue.stops or queue.removed:
             return
         if queue.continued or queue.retries or queue.has_new:
             queue.listed = True
@@ -193,7 +233,7 @@ class Queues(Generic[M]):
                 queue.taken = 0
                 round_.rotate(-1)
                 queue = round_[0]
-            if not (queue.suspended or queue.removed):
+            if not (queue.stops or queue.removed):
                 message = None
                 if (queue.continued or queue.retries) and (lane := queue.next_lane()) is not None:
                     message = self._start(lane, lane.waiting.popleft(), holder)
@@ -238,7 +278,7 @@ class Queues(Generic[M]):
                 found.append(waiting.popleft())
                 found[-1].lane = lane
             lane.in_flight += len(found)
-        others = queue.continued or queue.retries or queue.full or queue.suspended or queue.removed
+        others = queue.continued or queue.retries or queue.full or queue.stops or queue.removed
         buffer = queue.buffer
         while buffer and not others and len(found) < count:
             message = buffer.popleft()
@@ -252,7 +292,7 @@ class Queues(Generic[M]):
     def _continues(self, lane: Lane, holder: object) -> bool:
         """Return whether a lane gives its holder another message now."""
         return lane.holder is holder and not (
-            lane.delayed or lane.blocked or lane.queue.suspended or lane.queue.removed
+            lane.delayed or lane.blocked or lane.queue.stops or lane.queue.removed
         )
 
     def _join(self, queue: PartitionQueue[M], message: M, holder: object) -> bool:
@@ -290,35 +330,22 @@ class Queues(Generic[M]):
         message.lane = lane
         return message
 
-    def settle(self, queue: PartitionQueue[M], message: M) -> None:
-        """End the flight of a message: its lane continues."""
+    def settle(self, queue: PartitionQueue[M], messages: Sequence[M]) -> None:
+        """End the flight of messages: their lanes continue."""
+        # Hot path: most messages are alone in their lane.
         if queue.removed:
             return
-        queue.in_flight -= 1
-        self._in_flight -= 1
-        lane = message.lane
-        if lane is None:
-            key = message.lane_key
-            if key is None:
-                return
-            lane = queue.lanes.pop(key, None)
-            if lane is None:
-                return
-            queue.lanes[key] = lane
-        message.lane = None
-        lane.in_flight -= 1
-        if not lane.in_flight:
-            self._continue(lane)
-
-    def settle_all(self, queue: PartitionQueue[M], messages: Iterable[M]) -> None:
-        """`settle` for messages that one holder took together."""
+        lanes = queue.lanes
+        queue.in_flight -= len(messages)
+        self._in_flight -= len(messages)
         for message in messages:
-            if (lane := message.lane) is None or queue.removed:
-                self.settle(queue, message)
-                continue
+            lane = message.lane
+            if lane is None:
+                key = message.lane_key
+                if key is None or (lane := lanes.pop(key, None)) is None:
+                    continue
+                lanes[key] = lane
             message.lane = None
-            queue.in_flight -= 1
-            self._in_flight -= 1
             lane.in_flight -= 1
             if not lane.in_flight:
                 self._continue(lane)
@@ -344,12 +371,12 @@ class Queues(Generic[M]):
         lane = self._to_front(queue, message)
         lane.delayed = lane.failed = True
         heapq.heappush(self._delayed, (due_s, next(self._numbers), lane))
-        self.settle(queue, message)
+        self.settle(queue, (message,))
 
     def put_back(self, queue: PartitionQueue[M], message: M) -> None:
         """Put a message back to the front of its lane."""
         self._to_front(queue, message)
-        self.settle(queue, message)
+        self.settle(queue, (message,))
 
     def _to_front(self, queue: PartitionQueue[M], message: M) -> Lane:
         lane = message.lane or self._lane(queue, message.lane_key)
@@ -396,13 +423,23 @@ class Queues(Generic[M]):
         self._delayed = [entry for entry in self._delayed if entry[2].queue is not queue]
         heapq.heapify(self._delayed)
 
-    def suspend(self, queue: PartitionQueue[M], reason: str) -> None:
-        """Give out no message of a partition until `resume` with the same reason."""
-        queue.suspended.add(reason)
+    def stop(
+        self,
+        queue: PartitionQueue[M],
+        reason: StopReason,
+        owner: Hashable = None,
+        until_s: float = math.inf,
+    ) -> None:
+        """Give out no message of a partition until `go_on` with the same reason and owner.
 
-    def resume(self, queue: PartitionQueue[M], reason: str) -> None:
-        """Give out messages of a partition again unless it is suspended for another reason."""
-        queue.suspended.discard(reason)
+        Args:
+            until_s: when the caller ends it, event loop seconds.
+        """
+        queue.stops[reason, owner] = until_s
+
+    def go_on(self, queue: PartitionQueue[M], reason: StopReason, owner: Hashable = None) -> None:
+        """Give out messages of a partition again unless it is stopped for another reason."""
+        queue.stops.pop((reason, owner), None)
         self._list(queue)
 
     def fill(self, queue: PartitionQueue[M], *, full: bool) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from aiokafka.coordinator.protocol import ConsumerProtocol
 
-from txbroker.door.consuming import GroupDescription, StoredOffset
+from txbroker.core.consuming.position import StoredOffset
+from txbroker.door.consuming import GroupDescription
 from txbroker.door.writing import Fenced, GroupOffsets, Partition, Unknown
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.client import (

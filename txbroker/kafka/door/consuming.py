@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from txbroker.config.access import KafkaAccess
+from txbroker.core.consuming.position import StoredOffset
 from txbroker.core.records import Cause, Record
 from txbroker.door.consuming import (
     LATEST,
@@ -17,7 +18,6 @@ from txbroker.door.consuming import (
     GroupDescription,
     GroupMember,
     MemberListener,
-    StoredOffset,
     TopicIdentity,
     TopicSpec,
 )

@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from txbroker.core.consuming.assignment import Subscription, assign
-from txbroker.door.consuming import MemberListener, StoredOffset
+from txbroker.core.consuming.position import StoredOffset
+from txbroker.door.consuming import MemberListener
 from txbroker.door.protocols import TAKEN
 from txbroker.door.writing import Copy, Fenced, Partition
 from txbroker.errors import KafkaUnavailable

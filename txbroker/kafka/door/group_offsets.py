@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
 
-from txbroker.door.consuming import StoredOffset
+from txbroker.core.consuming.position import StoredOffset
 from txbroker.door.writing import Copy, GroupOffsets, Identity, Partition
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused

@@ -8,14 +8,23 @@ import contextlib
 import inspect
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import structlog
 from msgspec import Struct
 
-from txbroker.consumer.engine import Engine, Holder
+from txbroker.consumer.engine.calls import HandlerCall
+from txbroker.consumer.engine.loop import Engine
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.errors import ConfigurationError
 
@@ -61,10 +70,10 @@ class HandlerOptions(Struct, frozen=True, kw_only=True):
     before: Before | None = None
     after: After | None = None
     then: Sequence[Handler] = ()
-    results: Results | None = None
+    results: ResultStore | None = None
 
 
-class Results(Protocol):
+class ResultStore(Protocol):
     """Stores the results of handlers with positions.
 
     Attributes:
@@ -80,10 +89,10 @@ class Results(Protocol):
         """Return a function that calls the handler with messages and stores what it did.
 
         It raises `RolledBack`, the handler's error, or returns after everything is stored, or is
-        an output of the messages' holder.
+        an output of the messages' call.
         """
 
-    async def finished(self, messages: Sequence[ReceivedMessage]) -> None:
+    async def finished(self, engine: Engine, messages: Sequence[ReceivedMessage]) -> None:
         """All stages of messages have ended."""
 
 
@@ -122,7 +131,7 @@ def check_handler(handler: object, second_argument: str = "") -> None:
 
 
 async def take(
-    engine: Engine, count: int, max_wait_s: float, holder: Holder
+    engine: Engine, count: int, max_wait_s: float, call: HandlerCall
 ) -> list[ReceivedMessage]:
     """Return up to `count` messages, at least one unless the consumer stops.
 
@@ -133,25 +142,25 @@ async def take(
     """
     loop, until_s = asyncio.get_running_loop(), 0.0
     messages: dict[ReceivedMessage, None] = {}
-    holder.collecting = True
+    call.collecting = True
     try:
         while len(messages) < count:
-            message = engine.next(holder, together=True, more=bool(messages))
+            message = engine.next(call, together=True, more=bool(messages))
             if message is not None:
                 messages.pop(message, None)  # given back, and taken again
                 if message.alone and messages:
-                    engine.give_back([message])
+                    engine.partitions.give_back([message])
                     break
                 messages[message] = None
                 if message.alone:
                     break
-                for each in engine.more(holder, message, count - len(messages)):
+                for each in engine.more(call, message, count - len(messages)):
                     messages.pop(each, None)
                     messages[each] = None
                 until_s = until_s or loop.time() + max_wait_s
                 continue
             # Some may have been given back, because their lease ended.
-            messages = {each: None for each in messages if engine.in_flight.get(each) is holder}
+            messages = {each: None for each in messages if engine.call_of(each) is call}
             if engine.stopping or (messages and loop.time() >= until_s):
                 break
             if messages:
@@ -161,13 +170,14 @@ async def take(
                 until_s = 0.0
                 await engine.wait()
     except BaseException:
-        engine.give_back([each for each in messages if engine.in_flight.get(each) is holder])
+        engine.partitions.give_back([each for each in messages if engine.call_of(each) is call])
         raise
     finally:
-        holder.collecting = False
-    found = [each for each in messages if engine.in_flight.get(each) is holder]
-    if found and found[0] is engine.alone.message and not await engine.alone.note(holder):
-        return await take(engine, count, max_wait_s, holder)
+        call.collecting = False
+    found = [each for each in messages if engine.call_of(each) is call]
+    partitions = engine.partitions
+    if found and found[0] is partitions.alone.message and not await partitions.note_alone(call):
+        return await take(engine, count, max_wait_s, call)
     return found
 
 
@@ -176,10 +186,10 @@ async def iterate(
 ) -> AsyncGenerator[list[ReceivedMessage], None]:
     """Yield batches of messages until the consumer stops; the caller calls `done` or `failed`."""
     while True:
-        while len(engine.in_flight) >= in_flight_max and not engine.stopping:
+        while engine.calls >= in_flight_max and not engine.stopping:
             await engine.waiting.watch()
-        # One holder for a batch: messages of one lane may follow each other in it.
-        if messages := await take(engine, count, max_wait_s, Holder()):
+        # One call for a batch: messages of one lane may follow each other in it.
+        if messages := await take(engine, count, max_wait_s, HandlerCall()):
             yield messages
         elif engine.error is not None:
             raise engine.error
@@ -221,7 +231,7 @@ class Workers:
         """Return a function that calls the stages that a message has not passed, in order."""
         engine, results, is_batch = self._engine, self._options.results, self._options.batch > 0
         later = [self._threaded(stage) for stage in self._options.then]
-        engine.staged = bool(later)
+        engine.settlement.staged = bool(later)
         first = None if results is None else results.around(engine, handler)
 
         async def call(argument: Any) -> None:
@@ -236,13 +246,13 @@ class Workers:
                 await run_later(messages, fresh, argument)
             passed = [each for each in messages if each.stage > len(later)]
             if passed and results is not None:
-                await results.finished(passed)
+                await results.finished(engine, passed)
 
         async def run_later(
             messages: Sequence[ReceivedMessage], fresh: Sequence[ReceivedMessage], argument: Any
         ) -> None:
-            holder = engine.in_flight.get(messages[0])
-            reports = None if holder is None else holder.reports
+            by = engine.call_of(messages[0])
+            reports = None if by is None else by.reports
             failed = {} if reports is None else reports  # it grows while the stages run
             for message in fresh if first is None else ():
                 message.stage = int(failed.get(message) is None)
@@ -291,8 +301,8 @@ class Workers:
             finally:
                 for message in messages if after is not None else ():
                     assert after is not None
-                    holder = self._engine.in_flight.get(message)
-                    reports = holder.reports if holder is not None else None
+                    by = self._engine.call_of(message)
+                    reports = by.reports if by is not None else None
                     await self._after(after, message, (reports or {}).get(message, error))
 
         return call
@@ -310,7 +320,6 @@ class Workers:
 
         Raises: the error that ended the consumer.
         """
-        self._engine.abandon = self._abandon
         self._workers = [_Worker(self) for _ in range(self._options.count)]
         tasks = [worker.task for worker in self._workers]
         timeout_s = self._options.timeout_s
@@ -336,11 +345,6 @@ class Workers:
         if self._engine.error is not None:
             raise self._engine.error
 
-    def _abandon(self, holders: Collection[Holder]) -> None:
-        for holder in holders:
-            if isinstance(holder, _Worker):
-                holder.cancel(None)
-
     def _cancel_overdue(self) -> None:
         timeout_s, now_s = self._options.timeout_s, self._loop.time()
         if timeout_s is None or self._threads:
@@ -352,7 +356,7 @@ class Workers:
                 worker.cancel(HandlerTimeout(f"no result within {timeout_s:g} s"))
 
 
-class _Worker(Holder):
+class _Worker(HandlerCall):
     """One task.
 
     Attributes:
@@ -389,42 +393,29 @@ class _Worker(Holder):
                 await engine.wait()
                 began_s = time()
                 continue
-            if argument is engine.alone.message:
-                if not await engine.alone.note(self):
+            if argument is engine.partitions.alone.message:
+                if not await engine.partitions.note_alone(self):
                     continue
                 engine.now_s = time()
+            messages = argument if batch else (argument,)
             self.since_s = now_s = engine.now_s
             if exact and not batch:
                 self.reports = {}  # results count once they are stored
             error: BaseException | None = None
             try:
                 await handler(argument)
-            except asyncio.CancelledError as raised:
-                error = self._reason or raised
             except (KeyboardInterrupt, SystemExit) as raised:
-                # Raised again by `run`: in a task it would end the event loop at once.
-                self.exit = raised
-                if isinstance(raised, SystemExit):
-                    for message in argument if batch else [argument]:
-                        message.work.exits = True
-                engine.stop()
+                self._end_process(messages, raised)
                 return
-            except Exception as raised:
+            except (Exception, asyncio.CancelledError) as raised:
                 error = raised
-            interrupted = self._cancelled and self._reason is None
-            if self._cancelled:
-                self._cancelled, self._reason = False, None
-                self.task.uncancel()
             self.since_s = None
-            ended = self.task.cancelling() > 0
-            if isinstance(error, asyncio.CancelledError) and (ended or interrupted):
-                engine.cancelled(argument if batch else [argument], self)
-            elif batch or self.reports or isinstance(error, RolledBack):
-                self._finish_batch(argument if batch else [argument], error)
+            if error is None and not (self.reports or self.outputs or self._cancelled):
+                self.reports = None
+                engine.settlement.finish(messages, self)
             else:
-                outputs, self.outputs = self.outputs, ()
-                engine.finish(argument, error, self, outputs)
-            if ended:
+                self._settle(messages, error)
+            if self.task.cancelling():
                 raise asyncio.CancelledError
             if now_s - began_s > _BURST_S:
                 await engine.waiting.let_others_run()
@@ -434,57 +425,87 @@ class _Worker(Holder):
         self.reports = {}
         return await take(self._engine, self._options.batch, self._options.max_wait_s, self)
 
-    def _finish_batch(
-        self, messages: Sequence[ReceivedMessage], error: BaseException | None
-    ) -> None:
-        """Take the result of a batch: a message without a separate result has that of the call.
+    def _end_process(self, messages: Sequence[ReceivedMessage], raised: BaseException) -> None:
+        """The handler wants the process to end. Raised again by `Workers.run`: in a task it would
+        end the event loop at once."""
+        self.exit = raised
+        if isinstance(raised, SystemExit):
+            for message in messages:
+                message.feed.partition.starts.exits = True
+        self._engine.stop()
 
-        The error of a call with several messages may be that of one of them. Those without a
-        separate result are handled alone, so that no failure counts against another message; so
-        are, exactly once, those that were reported as failed, as nothing of the batch is stored.
-
-        After a message that failed, later ones of its lane are handled again, after it; nothing is
-        with at most once.
-        """
+    def _settle(self, messages: Sequence[ReceivedMessage], error: BaseException | None) -> None:
+        """Take the results of a call that did not simply succeed."""
+        cancelled, reason = self._cancelled, self._reason
+        if cancelled:
+            self._cancelled, self._reason = False, None
+            self.task.uncancel()
+        if isinstance(error, asyncio.CancelledError):
+            if reason is not None:
+                error = reason
+            elif cancelled or self.task.cancelling():
+                self._engine.cancelled(messages, self)
+                return
         reports, self.reports = self.reports or {}, None
-        if error is None and not (reports or self.outputs):
-            self._engine.finish_all(messages, self)
-            return
-        exact, before = self._options.results is not None, self._engine.before
-        divided = error is not None and len(messages) > 1 and not before
+        outputs, self.outputs = self.outputs, ()
+        divided = error is not None and len(messages) > 1 and not self._engine.before
         if divided and error is not None and not isinstance(error, RolledBack):
             self._engine.lines.note(
                 log.warning, "batch divided", error=error, messages=len(messages)
             )
-        failed: list[tuple[ReceivedMessage, BaseException]] = []
         again: list[ReceivedMessage] = []
+        failed: list[tuple[ReceivedMessage, BaseException]] = []
+        for message, result in self._results(messages, error, reports, divided=divided):
+            if result is None and outputs:
+                self._engine.produce(message, outputs, self)
+            elif result is None:
+                self._engine.settlement.finish((message,), self)
+            elif isinstance(result, RolledBack):
+                again.append(message)
+            else:
+                failed.append((message, result))
+        if again:
+            self._engine.partitions.give_back(again)
+        for message, result in failed:
+            self._engine.fail_message(message, result, self)
+
+    def _results(
+        self,
+        messages: Sequence[ReceivedMessage],
+        error: BaseException | None,
+        reports: Mapping[ReceivedMessage, BaseException | None],
+        *,
+        divided: bool,
+    ) -> Iterator[tuple[ReceivedMessage, BaseException | None]]:
+        """Yield the result of each message that the call still has; `RolledBack`: it is handled
+        again. A message without a separate result has that of the call.
+
+        The error of a call with several messages (`divided`) may be that of one of them. Those
+        without a separate result are handled alone, so that no failure counts against another
+        message; so are, exactly once, those that were reported as failed, as nothing of the batch
+        is stored.
+
+        After a message that failed, later ones of its lane are handled again, after it; nothing is
+        with at most once.
+        """
+        exact, before = self._options.results is not None, self._engine.before
         lanes = set()
         for message in messages:
-            if self._engine.in_flight.get(message) is not self:
+            if self._engine.call_of(message) is not self:
                 continue
             result = reports.get(message, error)
             if divided and (exact or message not in reports):
                 if result is not None and not isinstance(result, RolledBack):
                     message.alone = True
                     message.attempt += 1
-                again.append(message)
-                lanes.add(message.lane)
-                continue
-            if result is None and (exact or isinstance(error, RolledBack)):
+                result = RolledBack()
+            elif result is None and (exact or isinstance(error, RolledBack)):
                 result = error  # exactly once `message.done()` stores nothing
-            follows = message.lane is not None and message.lane in lanes
-            if isinstance(result, RolledBack) or (follows and not before):
-                again.append(message)
-            elif result is not None:
-                failed.append((message, result))
+            if message.lane is not None and message.lane in lanes and not before:
+                result = RolledBack()
+            if result is not None and (divided or not isinstance(result, RolledBack)):
                 lanes.add(message.lane)
-            else:
-                self._engine.finish(message, None, self, self.outputs)
-        self.outputs = ()
-        if again:
-            self._engine.give_back(again)
-        for message, result in failed:
-            self._engine.finish(message, result, self)
+            yield message, result
 
 
 def is_coroutine_function(handler: object) -> bool:

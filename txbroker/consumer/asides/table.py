@@ -13,14 +13,14 @@ from typing import TypeVar
 import structlog
 from msgspec import structs
 
-from txbroker.consumer.asides import OriginalMissing, Parts, ReleasedKeys, messages_of, original
-from txbroker.consumer.committer import Committer
-from txbroker.consumer.engine import Engine
-from txbroker.consumer.message import ReceivedMessage
-from txbroker.consumer.partition import Work
+from txbroker.consumer.asides.released import OriginalMissing, ReleasedKeys, original
+from txbroker.consumer.engine.loop import Engine
+from txbroker.consumer.message import ReceivedMessage, messages_of
+from txbroker.consumer.rounds import Rounds
 from txbroker.consumer.stores.database import OpenDatabase
-from txbroker.core.consuming.aside import AsideKey, AsideKeys
+from txbroker.core.consuming.aside import AsideKey
 from txbroker.core.consuming.copies import Source, spread
+from txbroker.core.consuming.partition import Feed, PartitionState
 from txbroker.core.records import Record
 from txbroker.databases.kept import DEAD, RELEASED, RETRY, SET_ASIDE, UNPUBLISHED, Kept
 from txbroker.databases.steps import Steps
@@ -38,24 +38,25 @@ _TAKEN_MAX = 500
 _CHUNK = 500
 
 
-class RetriedRows(Work):
-    """The rows of a partition that are due, as a separate partition for the engine.
+class RowFeed(Feed):
+    """The rows of a partition that are due.
 
     Attributes:
-        taken: offsets of those that the engine has.
+        taken: offsets of those that the engine has, or had since the last look.
     """
 
-    def __init__(self, parent: Work) -> None:
-        super().__init__(parent.engine, parent.place, parent.lease, is_retry=True)
-        self.parent = parent
-        self.token = parent.token
-        self.is_kept = True
-        self.taken: set[int] = set()
-        self.finished = self.taken.discard
+    is_kept = True
+    retries = True
 
-    @property
-    def owner(self) -> Work:
-        return self.parent
+    def __init__(self, partition: PartitionState) -> None:
+        super().__init__(partition)
+        self.taken: set[int] = set()
+
+    def forget_finished(self) -> int:
+        """Take done rows off those that are taken; return how many are left."""
+        self.taken.difference_update(self.finished)
+        self.finished.clear()
+        return len(self.taken)
 
 
 class DeadLetterTopic:
@@ -103,26 +104,26 @@ class TableAsides:
     def __init__(
         self,
         engine: Engine,
-        committer: Committer,
+        rounds: Rounds,
         store: OpenDatabase,
         door: ConsumingDoor,
         dead_letters: DeadLetterTopic | None,
     ) -> None:
         self._engine = engine
-        self._committer = committer
+        self._rounds = rounds
         self._store = store
         self._door = door
         self._dead_letters = dead_letters
-        self._retried: dict[Work, RetriedRows] = {}
-        self._released = ReleasedKeys(engine, committer, self)
+        self._retried: dict[PartitionState, RowFeed] = {}
+        self._released = ReleasedKeys(engine, self)
         self._background = Background(engine.fail)
         self._poll: asyncio.Task[None] | None = None
 
-    async def open(self, works: Sequence[Work]) -> None:
+    async def open(self, partitions: Sequence[PartitionState]) -> None:
         """See `Asides.open`."""
-        asides = {work.place: AsideKeys(work.place) for work in works}
-        for work in works:
-            work.keeps_rows, work.aside = True, asides[work.place]
+        asides = {partition.place: partition.aside for partition in partitions}
+        for partition in partitions:
+            partition.keeps_rows = partition.aside.known = True
         for topic, group in groupby(sorted(asides), key=itemgetter(0)):
             numbers = [number for _topic, number in group]
             for state in (SET_ASIDE, RELEASED):
@@ -131,22 +132,21 @@ class TableAsides:
                     entry.count += count
                     entry.released |= state == RELEASED
 
-    def begin(self, work: Work) -> None:
+    def begin(self, partition: PartitionState) -> None:
         """Handle the rows of a partition that the engine has now."""
-        self._retried[work] = rows = RetriedRows(work)
-        parts = Parts(self._committer)
-        self._engine.add(rows, parts, parts)
-        for key in work.aside.keys if work.aside is not None else ():
-            self._released.begin(work, key)
+        self._retried[partition] = rows = RowFeed(partition)
+        self._engine.partitions.add_feed(rows)
+        for key in partition.aside.keys:
+            self._released.begin(partition, key)
         if self._poll is None:
             self._poll = self._background.start(self._look_often())
 
-    def close(self, work: Work) -> None:
+    def close(self, partition: PartitionState) -> None:
         """End with a partition; the engine has removed its rows with it."""
-        self._retried.pop(work, None)
-        self._released.end(work)
+        self._retried.pop(partition, None)
+        self._released.end(partition)
 
-    def deliver(self, partition: Partition, records: Sequence[Record]) -> None:
+    def deliver(self, place: Partition, records: Sequence[Record]) -> None:
         """No topic is followed."""
 
     async def end(self) -> None:
@@ -173,7 +173,7 @@ class TableAsides:
 
     async def _look(self) -> None:
         """Take rows that are due, and released keys, of the partitions of each topic."""
-        places = sorted(work.place for work in self._retried)
+        places = sorted(partition.place for partition in self._retried)
         for topic, group in groupby(places, key=lambda place: place[0]):
             numbers = [number for _topic, number in group]
             await self._take_due(topic, numbers)
@@ -182,12 +182,12 @@ class TableAsides:
                 await self._publish(topic, numbers, self._dead_letters)
 
     async def _take_due(self, topic: str, numbers: Sequence[int]) -> None:
-        taken = sum(len(rows.taken) for rows in self._retried.values())
+        taken = sum(rows.forget_finished() for rows in self._retried.values())
         if taken >= _TAKEN_MAX:
             return
         rows = await self._due(RETRY, topic, numbers, taken + _TAKEN_MAX)
-        unstored = self._committer.copies.messages
-        by_place = {work.place: each for work, each in self._retried.items()}
+        unstored = self._rounds.copies.messages
+        by_place = {partition.place: each for partition, each in self._retried.items()}
         for kept in rows:
             source = kept.failed.source
             mine = by_place.get(source[:2])
@@ -198,12 +198,11 @@ class TableAsides:
                     log.error("message not read", source=str(source), error=safe_repr(error))
                     await self._bury(kept)
                     continue
-                if self._retried.get(mine.parent) is not mine:
+                if self._retried.get(mine.partition) is not mine:
                     continue  # lost meanwhile
                 mine.taken.add(source.offset)
-                messages = messages_of(mine, [copy], None)
-                mine.bytes += sum(message.size for message in messages)
-                self._engine.admit(mine, messages)
+                messages = messages_of(mine, self._engine, [copy], None)
+                self._engine.arrivals.accept(mine, messages)
 
     async def _due(self, state: str, topic: str, numbers: Sequence[int], count: int) -> list[Kept]:
         now_ms = round(time.time() * 1000)
@@ -236,13 +235,13 @@ class TableAsides:
 
     async def _note_released(self, place: Partition) -> None:
         keys = await self._keys(place[0], [place[1]], RELEASED)
-        work = next((work for work in self._retried if work.place == place), None)
-        if work is None or work.aside is None:
+        partition = next((each for each in self._retried if each.place == place), None)
+        if partition is None:
             return  # lost meanwhile
         for _number, key, count in keys:
-            entry = work.aside.keys.setdefault(key, AsideKey(0, count))
+            entry = partition.aside.keys.setdefault(key, AsideKey(0, count))
             entry.released = True
-            self._released.begin(work, key)
+            self._released.begin(partition, key)
 
     async def _publish(self, topic: str, numbers: Sequence[int], to: DeadLetterTopic) -> None:
         """Copy dead letters to their topic, at least once."""
@@ -256,20 +255,19 @@ class TableAsides:
 
     # --- copies of released keys -------------------------------------------------------------
 
-    async def chunk(self, work: Work, key: bytes | int) -> list[Record]:
+    async def chunk(self, partition: PartitionState, key: bytes | int) -> list[Record]:
         """See `KeptCopies.chunk`."""
-        assert work.aside is not None
-        entry = work.aside.keys[key]
-        count = 0 if self._stores(work, key) else entry.count
-        rows = await self._do(lambda: self._store.kept.of_key(work.place, key, _CHUNK))
+        entry = partition.aside.keys[key]
+        count = 0 if self._stores(partition, key) else entry.count
+        rows = await self._do(lambda: self._store.kept.of_key(partition.place, key, _CHUNK))
         if not rows and entry.count == count:
-            del work.aside.keys[key]  # a message that was read again is counted twice
-        unstored = self._committer.copies.messages
+            del partition.aside.keys[key]  # a message that was read again is counted twice
+        unstored = self._rounds.copies.messages
         return [await self._whole(kept) for kept in rows if kept.failed.source not in unstored]
 
-    def _stores(self, work: Work, key: bytes | int) -> bool:
+    def _stores(self, partition: PartitionState, key: bytes | int) -> bool:
         """Return whether messages of a key wait to be stored."""
-        messages = (each.message for each in self._committer.copies.of(work))
+        messages = (each.message for each in self._rounds.copies.of(partition))
         return any(
             key == (one.offset if one.key is None else one.key)
             for one in messages
@@ -285,20 +283,19 @@ class TableAsides:
         return ()
 
     async def clear(
-        self, work: Work, key: bytes | int, copies: Sequence[Record], cleared: int
+        self, partition: PartitionState, key: bytes | int, copies: Sequence[Record], cleared: int
     ) -> None:
         """See `KeptCopies.clear`: their rows were deleted with their results."""
-        assert work.aside is not None
-        entry = work.aside.keys[key]
+        entry = partition.aside.keys[key]
         entry.count -= len(copies)
         if entry.count <= 0:
-            del work.aside.keys[key]
+            del partition.aside.keys[key]
 
-    async def keep(self, work: Work, key: bytes | int, copy: Record) -> None:
+    async def keep(self, partition: PartitionState, key: bytes | int, copy: Record) -> None:
         """See `KeptCopies.keep`."""
-        await self._do(lambda: self._store.kept.set_aside_again(work.place, key))
-        if work.aside is not None and key in work.aside.keys:
-            work.aside.keys[key].released = False
+        await self._do(lambda: self._store.kept.set_aside_again(partition.place, key))
+        if key in partition.aside.keys:
+            partition.aside.keys[key].released = False
 
     async def changed(self) -> None:
         """See `KeptCopies.changed`."""

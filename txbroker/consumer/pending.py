@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from msgspec import Struct
 
-from txbroker.consumer.message import ReceivedMessage
-from txbroker.consumer.partition import Work, size_of
+from txbroker.consumer.engine.memory import Memory
+from txbroker.consumer.engine.stops import Outage
+from txbroker.consumer.message import ReceivedMessage, size_of
+from txbroker.core.consuming.partition import PartitionState
 from txbroker.door.writing import Copy, Refused
-
-if TYPE_CHECKING:
-    from txbroker.consumer.engine import Engine
 
 COPIES_MAX, _BYTES_MAX = 1000, 16 << 20
 """Copies of one round, and their size: they are one Kafka transaction."""
@@ -27,17 +26,15 @@ class Pending(Struct, eq=False):
     Attributes:
         message: None: the copies are of no message.
         owner: takes the result; None: it does not matter.
-        settled: the lane of the message has continued.
         first: the message is not done then, but its first stage.
         replaced: its copies are in place of others, which were refused.
         size: of the copies, bytes, approximately; set by `PendingCopies.add`.
     """
 
-    work: Work
+    partition: PartitionState
     message: ReceivedMessage | None
     copies: Sequence[Copy]
     owner: Storing | None = None
-    settled: bool = False
     first: bool = False
     replaced: bool = False
     size: int = 0
@@ -57,35 +54,62 @@ class Storing(Protocol):
         """The partition is lost: whether they are stored is not known."""
 
 
+class Commits(Protocol):
+    """Stores results and positions of the partitions of one reader; see `Rounds`.
+
+    Attributes:
+        outage: while nothing can be stored.
+    """
+
+    outage: Outage
+
+    def changed(self, partition: PartitionState, count: int = 1) -> None:
+        """Take note that messages of a partition are done."""
+
+    def store(self, pending: Pending, *, soon: bool = True) -> None:
+        """Store copies with the partition's position, together."""
+
+    def withdraw(self, pending: Pending) -> bool:
+        """Store copies no more, unless they may be stored already; return whether they are not."""
+
+    def unavailable(self, partition: PartitionState) -> None:
+        """Hand out nothing more until positions can be stored again."""
+
+    def fence(self, partition: PartitionState) -> None:
+        """Take note that another owner has taken a partition over."""
+
+    async def flush(self, partitions: Collection[PartitionState]) -> None:
+        """Store the positions and copies of partitions now.
+
+        Raises:
+            KafkaUnavailable: they are not stored, or it is unknown.
+        """
+
+
 class _Waiting:
     """The copies of one partition."""
 
-    def __init__(self, bytes_max: float) -> None:
-        self.bytes_max = bytes_max
+    def __init__(self) -> None:
         self.queue: deque[Pending] = deque()
         self.count = 0
         self.bytes = 0
-        self.is_full = False
 
 
 class PendingCopies:
-    """The copies of all partitions of a committer.
+    """The copies of all partitions of one reader.
 
     A partition with many of them gets no new messages. Those that were handed out before go on, so
     that a gap in its position closes.
-
-    Args:
-        engine: hands out messages.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._waiting: dict[Work, _Waiting] = {}
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._waiting: dict[PartitionState, _Waiting] = {}
         self.count = 0
         """The number of all copies."""
 
     @property
-    def works(self) -> Collection[Work]:
+    def partitions(self) -> Collection[PartitionState]:
         """The partitions that have some."""
         return self._waiting.keys()
 
@@ -95,45 +119,44 @@ class PendingCopies:
         messages = (each.message for waiting in self._waiting.values() for each in waiting.queue)
         return {(one.topic, one.partition, one.offset) for one in messages if one is not None}
 
-    def of(self, work: Work) -> Iterable[Pending]:
+    def of(self, partition: PartitionState) -> Iterable[Pending]:
         """Return those of a partition, in order."""
-        waiting = self._waiting.get(work)
+        waiting = self._waiting.get(partition)
         return () if waiting is None else waiting.queue
 
     def add(self, pending: Pending) -> None:
         """Add some."""
-        waiting = self._waiting.get(pending.work)
+        waiting = self._waiting.get(pending.partition)
         if waiting is None:
-            waiting = self._waiting[pending.work] = _Waiting(self._engine.memory.share)
-        for copy in pending.copies:
-            pending.size += size_of(copy.record)
+            waiting = self._waiting[pending.partition] = _Waiting()
+        pending.size = sum(size_of(copy.record) for copy in pending.copies)
         waiting.queue.append(pending)
-        self._count(pending.work, waiting, len(pending.copies), pending.size)
+        self._count(pending.partition, waiting, len(pending.copies), pending.size)
 
-    def take(self, works: Collection[Work]) -> dict[Work, list[Pending]]:
+    def take(self, partitions: Collection[PartitionState]) -> dict[PartitionState, list[Pending]]:
         """Return the first ones of these partitions, as many as one round stores; partitions take
         turns. They stay here until `remove`."""
         count, size = 0, 0
-        found: dict[Work, list[Pending]] = {}
-        for work in [work for work in self._waiting if work in works]:
+        found: dict[PartitionState, list[Pending]] = {}
+        for partition in [each for each in self._waiting if each in partitions]:
             mine: list[Pending] = []
-            for each in self._waiting[work].queue:
+            for each in self._waiting[partition].queue:
                 count += len(each.copies)
                 size += each.size
                 if (found or mine) and (count > COPIES_MAX or size > _BYTES_MAX):
                     break
                 mine.append(each)
             if mine:
-                found[work] = mine
+                found[partition] = mine
             if count > COPIES_MAX or size > _BYTES_MAX:
                 break
-        for work in found:
-            self._waiting[work] = self._waiting.pop(work)
+        for partition in found:
+            self._waiting[partition] = self._waiting.pop(partition)
         return found
 
-    def remove(self, work: Work, pendings: Collection[Pending]) -> None:
+    def remove(self, partition: PartitionState, pendings: Collection[Pending]) -> None:
         """Remove some of a partition."""
-        waiting = self._waiting.get(work)
+        waiting = self._waiting.get(partition)
         if waiting is None:
             return
         copies = size = 0
@@ -146,32 +169,29 @@ class PendingCopies:
                 continue
             copies += len(each.copies)
             size += each.size
-        self._count(work, waiting, -copies, -size)
+        self._count(partition, waiting, -copies, -size)
         if not waiting.queue:
-            del self._waiting[work]
+            del self._waiting[partition]
 
     def replace(self, pending: Pending, copies: Sequence[Copy]) -> None:
         """Store others in place of refused copies."""
-        waiting = self._waiting[pending.work]
         more, size = len(copies) - len(pending.copies), sum(size_of(each.record) for each in copies)
-        self._count(pending.work, waiting, more, size - pending.size)
+        waiting = self._waiting[pending.partition]
+        self._count(pending.partition, waiting, more, size - pending.size)
         pending.copies, pending.size, pending.replaced = copies, size, True
 
-    def drop(self, work: Work) -> list[Pending]:
+    def drop(self, partition: PartitionState) -> list[Pending]:
         """Remove all of a partition; return them."""
-        waiting = self._waiting.pop(work, None)
+        waiting = self._waiting.pop(partition, None)
         if waiting is None:
             return []
-        self._count(work, waiting, -waiting.count, -waiting.bytes)
+        self._count(partition, waiting, -waiting.count, -waiting.bytes)
         return list(waiting.queue)
 
-    def _count(self, work: Work, waiting: _Waiting, copies: int, size: int) -> None:
+    def _count(self, partition: PartitionState, waiting: _Waiting, copies: int, size: int) -> None:
         self.count += copies
         waiting.count += copies
         waiting.bytes += size
-        is_full = waiting.count >= _WAITING_MAX or waiting.bytes > waiting.bytes_max
-        if is_full is not waiting.is_full:
-            waiting.is_full = is_full
-            self._engine.suspensions.fill(work, full=is_full)
-            if not is_full:
-                self._engine.waiting.wake()
+        full = waiting.count >= _WAITING_MAX or waiting.bytes > self._memory.share
+        if full is not partition.log.queue.full:
+            partition.queues.fill(partition.log.queue, full=full)

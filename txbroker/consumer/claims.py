@@ -12,19 +12,18 @@ import inspect
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import structlog
 from msgspec import Struct
 
-from txbroker.consumer.asides import Asides
-from txbroker.consumer.committer import CommitPolicy, Committer, Store, StoreTraits
-from txbroker.consumer.message import MessageLease
-from txbroker.consumer.partition import Work
+from txbroker.consumer.asides.released import Asides
+from txbroker.consumer.engine.loop import Engine
 from txbroker.consumer.positions import Positions, RecordsDeleted, StartOptions
-from txbroker.core.consuming.position import (
-    Position,
-)
+from txbroker.consumer.rounds import CommitPolicy, Rounds, Store, StoreTraits
+from txbroker.core.consuming.partition import PartitionState
+from txbroker.core.consuming.position import Position
+from txbroker.core.consuming.progress import Progress
 from txbroker.core.records import Record
 from txbroker.door.consuming import (
     ConsumingDoor,
@@ -42,9 +41,6 @@ from txbroker.failpoints import failpoint
 from txbroker.net.tasks import Background
 from txbroker.net.timers import grown_pause_s
 
-if TYPE_CHECKING:
-    from txbroker.consumer.engine import Engine
-
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _PAUSE_S, _PAUSE_MAX_S = 1.0, 60.0
@@ -59,7 +55,7 @@ Offsets: TypeAlias = Mapping[Partition, int] | None
 Hook: TypeAlias = Callable[[Sequence[Partition]], Awaitable[Offsets] | Offsets]
 
 
-MakeAsides: TypeAlias = "Callable[[Engine, Committer, Fetcher], Asides]"
+MakeAsides: TypeAlias = Callable[[Engine, Rounds, Fetcher], Asides]
 
 
 class ReaderOptions(Struct, frozen=True, kw_only=True):
@@ -142,7 +138,7 @@ class Reader:
         self._door = door
         self._options = options
         self._loop = asyncio.get_running_loop()
-        self._works: dict[Partition, Work] = {}
+        self._partitions: dict[Partition, PartitionState] = {}
         self._target: frozenset[Partition] = frozenset()
         self._news = asyncio.Event()
         self.claimed = asyncio.Event()
@@ -155,13 +151,13 @@ class Reader:
         configuration, but a change that an operator may take back."""
         self._warned_s = -_WARNING_S
         self._background = Background(engine.fail)
-        self._positions = Positions(door, options.start, engine.counts)
+        self._positions = Positions(door, options.start, engine.settlement.counts)
         self._fetcher = door.fetcher(self.deliver, self.failed)
         self._asides: Asides | None = None
         self._task: asyncio.Task[None] | None = None
         self._source: Source
         self._store: Store
-        self._committer: Committer
+        self._rounds: Rounds
 
     def start(self, source: Source, store: Store, asides: MakeAsides | None) -> None:
         """Begin to take partitions of a source over.
@@ -172,7 +168,7 @@ class Reader:
         """
         options = self._options
         self._source, self._store = source, store
-        self._committer = Committer(
+        self._rounds = Rounds(
             self._engine,
             store,
             options.commit,
@@ -181,8 +177,8 @@ class Reader:
             before=options.before,
         )
         if asides is not None:
-            self._asides = asides(self._engine, self._committer, self._fetcher)
-        self._committer.start()
+            self._asides = asides(self._engine, self._rounds, self._fetcher)
+        self._rounds.start()
         self._task = asyncio.create_task(self._run(), name="txbroker consumer reader")
 
     # --- from the source ---------------------------------------------------------------------
@@ -195,43 +191,43 @@ class Reader:
 
     def lost(self, why: str) -> None:
         """See `MemberListener`."""
-        lost = list(self._works.values())
+        lost = list(self._partitions.values())
         log.warning("partitions lost", why=why, partitions=len(lost))
-        self._engine.counts["fenced"] += len(lost)
+        self._engine.settlement.counts["fenced"] += len(lost)
         self._target = frozenset()
         self._losses += 1
-        for work in lost:
-            self._drop(work)
+        for partition in lost:
+            self._drop(partition)
         self._background.start(self._revoked(lost))
 
     def deliver(
         self, partition: Partition, records: Sequence[Record], next_offset: int, end: int
     ) -> None:
         """See `Deliver`."""
-        work = self._works.get(partition)
-        if work is not None:
-            self._engine.deliver(work, records, next_offset, end)
+        owned = self._partitions.get(partition)
+        if owned is not None:
+            self._engine.arrivals.deliver(owned, records, next_offset, end)
         elif self._asides is not None:
             self._asides.deliver(partition, records)
 
     def failed(self, partition: Partition, error: KafkaUnavailable) -> None:
         """See `FetchFailed`."""
-        work = self._works.get(partition)
-        if isinstance(error, OffsetMissing) and work is not None:
-            self._background.start(self._continue_after_gap(work))
+        owned = self._partitions.get(partition)
+        if isinstance(error, OffsetMissing) and owned is not None:
+            self._background.start(self._continue_after_gap(owned))
         elif isinstance(error, OffsetMissing | FetchingEnded):
             self._engine.fail(error)
         elif self._loop.time() - self._warned_s > _WARNING_S:
             self._warned_s = self._loop.time()
             log.warning("fetch failed", partition=partition, error=safe_repr(error))
 
-    def _fenced(self, work: Work) -> None:
+    def _fenced(self, partition: PartitionState) -> None:
         """Another consumer has taken a partition over in the store: drop it. If it is still
         assigned to this one, claim it again."""
-        if self._works.get(work.place) is work:
-            log.warning("partition fenced", partition=work.place, token=work.token)
-            self._engine.counts["fenced"] += 1
-            self._drop(work)
+        if self._partitions.get(partition.place) is partition:
+            log.warning("partition fenced", partition=partition.place, token=partition.token)
+            self._engine.settlement.counts["fenced"] += 1
+            self._drop(partition)
             self._loop.call_later(_PAUSE_S, self._news.set)
 
     # --- claim -------------------------------------------------------------------------------
@@ -241,12 +237,12 @@ class Reader:
         while True:
             await self._news.wait()
             self._news.clear()
-            revoked = [place for place in self._works if place not in self._target]
+            revoked = [place for place in self._partitions if place not in self._target]
             if revoked := [place for place in revoked if place not in self._releasing]:
                 self._releasing.update(revoked)
-                works = [self._works[place] for place in revoked]
-                self._background.start(self._release(works, self._losses))
-            held = self._works.keys() | self._releasing
+                partitions = [self._partitions[place] for place in revoked]
+                self._background.start(self._release(partitions, self._losses))
+            held = self._partitions.keys() | self._releasing
             self._disown(self._source.owned - held - self._target)
             try:
                 if new := sorted(self._target - held):
@@ -281,41 +277,44 @@ class Reader:
         stored = await self._store.load(places)
         failpoint("consumer.loaded")
         identities = await self._identities({topic for topic, _number in places})
-        works = [self._work(place) for place in places]
-        await self._positions.restore(works, stored, identities)
+        partitions = [self._partition(place) for place in places]
+        await self._positions.restore(partitions, stored, identities)
         if self._options.on_assign is not None:
-            chosen = await self._call(self._options.on_assign, works)
-            for work in works:
-                if work.place in chosen:
-                    work.position = Position(chosen[work.place])
-                    work.ahead.clear()
+            chosen = await self._call(self._options.on_assign, partitions)
+            for partition in partitions:
+                if partition.place in chosen:
+                    partition.progress.begin_at(Position(chosen[partition.place]))
         if losses != self._losses:
             # Another owner may have moved the positions: in a new generation the commit would
             # move them back.
             return
-        for work in works if not self._options.before else ():
-            work.begin_start(self._options.commit.max_batch)
-        if await self._store.commit({work.place: work.stored() for work in works}):
+        for partition in partitions if not self._options.before else ():
+            partition.begin_start(self._options.commit.max_batch)
+        if await self._store.commit(
+            {partition.place: partition.stored() for partition in partitions}
+        ):
             raise Fenced("another consumer has taken partitions over meanwhile")
-        self._committer.try_again()
+        self._rounds.outage.try_again()
         failpoint("consumer.claimed")
         try:
             if self._asides is not None:
-                await self._asides.open([work for work in works if not work.is_retry])
+                await self._asides.open(
+                    [partition for partition in partitions if not partition.log.retries]
+                )
             if losses != self._losses:
-                self._close_asides(works)
+                self._close_asides(partitions)
                 return
         except BaseException:
-            self._close_asides(works)
+            self._close_asides(partitions)
             raise
-        for work in works:
-            self._works[work.place] = work
-            self._engine.add(work, self._committer, self._fetcher)
-            self._fetcher.partition_bytes = self._engine.memory.fetch_bytes
-            self._fetcher.add(work.place, work.position.low)
+        for partition in partitions:
+            self._partitions[partition.place] = partition
+            self._engine.partitions.add(partition, self._rounds, self._fetcher)
+            self._fetcher.partition_bytes = self._engine.partitions.memory.fetch_bytes
+            self._fetcher.add(partition.place, partition.progress.position.low)
             if self._asides is not None:
-                self._asides.begin(work)
-        log.info("partitions assigned", partitions=[work.place for work in works])
+                self._asides.begin(partition)
+        log.info("partitions assigned", partitions=[partition.place for partition in partitions])
 
     async def _identities(self, topics: Collection[str]) -> Mapping[str, TopicIdentity]:
         try:
@@ -325,22 +324,26 @@ class Reader:
                 raise
             raise KafkaUnavailable(str(error)) from None
 
-    def _work(self, place: Partition) -> Work:
-        lease = MessageLease(self._source, self._loop)
-        work = Work(self._engine, place, lease, is_retry=place[0] == self._options.retry_topic)
-        work.metadata_max = self._options.traits.metadata_max
-        return work
+    def _partition(self, place: Partition) -> PartitionState:
+        return PartitionState(
+            place,
+            self._engine.queues,
+            self._source,
+            Progress(self._options.traits.metadata_max),
+            retries=place[0] == self._options.retry_topic,
+            before=self._options.before,
+        )
 
-    def _close_asides(self, works: Sequence[Work]) -> None:
-        for work in works:
+    def _close_asides(self, partitions: Sequence[PartitionState]) -> None:
+        for partition in partitions:
             if self._asides is not None:
-                self._asides.close(work)
+                self._asides.close(partition)
 
     def check_topics(self, identities: Mapping[str, TopicIdentity]) -> None:
         """Stop if a topic was deleted and created again."""
-        for (topic, _number), work in self._works.items():
+        for (topic, _number), partition in self._partitions.items():
             identity = identities.get(topic)
-            if identity is not None and work.topic_id not in ("", identity.id.hex()):
+            if identity is not None and partition.topic_id not in ("", identity.id.hex()):
                 self._engine.fail(
                     RecordsDeleted(
                         f"topic {topic} was deleted and created again: start the consumer again; "
@@ -348,84 +351,92 @@ class Reader:
                     )
                 )
 
-    async def _continue_after_gap(self, work: Work) -> None:
+    async def _continue_after_gap(self, partition: PartitionState) -> None:
         failures = 0
-        while self._works.get(work.place) is work:
+        while self._partitions.get(partition.place) is partition:
             try:
-                begin = await self._positions.begin_after_gap(work)
+                begin = await self._positions.begin_after_gap(partition)
             except KafkaUnavailable as error:
                 failures += 1
-                log.warning("fetch failed", partition=work.place, error=safe_repr(error))
+                log.warning("fetch failed", partition=partition.place, error=safe_repr(error))
                 await asyncio.sleep(grown_pause_s(failures, _PAUSE_S, _PAUSE_MAX_S))
             else:
-                if self._works.get(work.place) is work:
-                    self._engine.deliver(work, (), begin, work.end)
-                    self._fetcher.add(work.place, begin)
+                if self._partitions.get(partition.place) is partition:
+                    self._engine.arrivals.deliver(partition, (), begin, partition.end)
+                    self._fetcher.add(partition.place, begin)
                 return
 
     # --- release -----------------------------------------------------------------------------
 
-    async def _release(self, works: Sequence[Work], losses: int) -> None:
+    async def _release(self, partitions: Sequence[PartitionState], losses: int) -> None:
         """Finish with revoked partitions, store their positions, then let others have them."""
-        await self._drain(works)
+        await self._drain(partitions)
         failpoint("consumer.drained")
-        await self._flush(works)
+        await self._flush(partitions)
         failpoint("consumer.flushed")
         if losses == self._losses:
-            await self._revoked(works)
-            await self._give_up(works, losses)
+            await self._revoked(partitions)
+            await self._give_up(partitions, losses)
             failpoint("consumer.released")
-        self._releasing.difference_update(work.place for work in works)
+        self._releasing.difference_update(partition.place for partition in partitions)
         self._news.set()
 
-    async def _flush(self, works: Sequence[Work]) -> None:
+    async def _flush(self, partitions: Sequence[PartitionState]) -> None:
         """Store the final positions."""
-        for work in works:
-            if work.end_start():
-                self._committer.changed(work, 0)
-        await self._committer.flush_finally(works, self._options.drain_s)
+        for partition in partitions:
+            if partition.starts.release():
+                self._rounds.changed(partition, 0)
+        await self._rounds.flush_finally(partitions, self._options.drain_s)
 
-    async def _give_up(self, works: Sequence[Work], losses: int) -> None:
+    async def _give_up(self, partitions: Sequence[PartitionState], losses: int) -> None:
         """Let others have partitions, once no round with them is in flight: it would be stored in
         the generation that follows, over the positions of their next owner."""
-        async with self._committer.between_rounds:
+        async with self._rounds.between_rounds:
             if losses == self._losses:
-                for work in works:
-                    self._drop(work)
-                self._disown([work.place for work in works])
+                for partition in partitions:
+                    self._drop(partition)
+                self._disown([partition.place for partition in partitions])
 
-    async def _drain(self, works: Sequence[Work]) -> None:
+    async def _drain(self, partitions: Sequence[PartitionState]) -> None:
         """Wait for the messages in flight, for up to `drain_s`; then cancel their handlers."""
-        for work in works:
-            self._fetcher.remove(work.place)
-        draining = asyncio.gather(*(self._engine.drained(work) for work in works))
+        for partition in partitions:
+            self._fetcher.remove(partition.place)
+        draining = asyncio.gather(
+            *(self._engine.partitions.drained(partition) for partition in partitions)
+        )
         try:
             await asyncio.wait_for(draining, self._options.drain_s)
         except TimeoutError:
-            log.warning("handlers cancelled after drain_s", partitions=[w.place for w in works])
-            for work in works:
-                self._engine.interrupt(work)
+            log.warning(
+                "handlers cancelled after drain_s", partitions=[w.place for w in partitions]
+            )
+            for partition in partitions:
+                self._engine.partitions.interrupt(partition)
             # The next owner should not meet a handler that is about to end.
-            ended = asyncio.gather(*(self._engine.drained(work) for work in works))
+            ended = asyncio.gather(
+                *(self._engine.partitions.drained(partition) for partition in partitions)
+            )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended, _CANCEL_S)
 
-    async def _revoked(self, works: Sequence[Work]) -> None:
-        if works and self._options.on_revoke is not None:
-            await self._call(self._options.on_revoke, works)
+    async def _revoked(self, partitions: Sequence[PartitionState]) -> None:
+        if partitions and self._options.on_revoke is not None:
+            await self._call(self._options.on_revoke, partitions)
 
-    async def _call(self, hook: Hook, works: Sequence[Work]) -> Mapping[Partition, int]:
-        places = [work.place for work in works if not work.is_retry]
+    async def _call(
+        self, hook: Hook, partitions: Sequence[PartitionState]
+    ) -> Mapping[Partition, int]:
+        places = [partition.place for partition in partitions if not partition.log.retries]
         result = hook(places) if places else None
         return (await result if inspect.isawaitable(result) else result) or {}
 
-    def _drop(self, work: Work) -> None:
-        self._fetcher.remove(work.place)
-        self._engine.remove(work)
-        self._committer.forget(work)
-        self._works.pop(work.place, None)
-        self._close_asides([work])
-        self._fetcher.partition_bytes = self._engine.memory.fetch_bytes
+    def _drop(self, partition: PartitionState) -> None:
+        self._fetcher.remove(partition.place)
+        self._engine.partitions.remove(partition)
+        self._rounds.forget(partition)
+        self._partitions.pop(partition.place, None)
+        self._close_asides([partition])
+        self._fetcher.partition_bytes = self._engine.partitions.memory.fetch_bytes
 
     async def close(self) -> None:
         """End with all partitions: store their positions. Messages that are still in flight, such
@@ -436,20 +447,24 @@ class Reader:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
-        works = [work for place, work in self._works.items() if place not in self._releasing]
-        for work in works:
-            work.draining = True
-            self._fetcher.remove(work.place)
-            self._engine.interrupt(work)
+        partitions = [
+            partition
+            for place, partition in self._partitions.items()
+            if place not in self._releasing
+        ]
+        for partition in partitions:
+            partition.draining = True
+            self._fetcher.remove(partition.place)
+            self._engine.partitions.interrupt(partition)
         try:
-            await self._flush(works)
+            await self._flush(partitions)
             await self._background.wait(self._options.drain_s)
-            await self._revoked(works)
+            await self._revoked(partitions)
         finally:
             await self._background.end()
-            for work in list(self._works.values()):
-                self._drop(work)
+            for partition in list(self._partitions.values()):
+                self._drop(partition)
             if self._asides is not None:
                 await self._asides.end()
-            await self._committer.close()
+            await self._rounds.close()
             await self._fetcher.close()

@@ -8,24 +8,23 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import structlog
 from msgspec import Struct
 
+from txbroker.consumer.engine.loop import Engine
+from txbroker.consumer.engine.stops import Outage
 from txbroker.consumer.message import ReceivedMessage
-from txbroker.consumer.partition import Work
-from txbroker.consumer.stores.pending import Pending, PendingCopies
-from txbroker.core.consuming.position import METADATA_LENGTH_MAX
-from txbroker.door.consuming import Partition, StoredOffset
+from txbroker.consumer.pending import Pending, PendingCopies
+from txbroker.core.consuming.partition import PartitionState
+from txbroker.core.consuming.position import METADATA_LENGTH_MAX, StoredOffset
+from txbroker.door.consuming import Partition
 from txbroker.door.writing import Copy, Fenced, Refused
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.net.timers import grown_pause_s
-
-if TYPE_CHECKING:
-    from txbroker.consumer.engine import Engine
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -99,12 +98,12 @@ class _Round(Struct, eq=False):
     """
 
     offsets: dict[Partition, StoredOffset]
-    pending: dict[Work, list[Pending]]
-    admitted: dict[Work, list[ReceivedMessage]]
-    works: list[Work]
+    pending: dict[PartitionState, list[Pending]]
+    admitted: dict[PartitionState, list[ReceivedMessage]]
+    partitions: list[PartitionState]
 
 
-class Committer:
+class Rounds:
     """Stores the positions of the partitions of one store.
 
     At most once (`before`) it stores the position first and then lets the messages be handled.
@@ -118,7 +117,7 @@ class Committer:
         engine: Engine,
         store: Store,
         policy: CommitPolicy,
-        fenced: Callable[[Work], None],
+        fenced: Callable[[PartitionState], None],
         *,
         traits: StoreTraits,
         before: bool = False,
@@ -128,12 +127,12 @@ class Committer:
         self._policy = policy
         self._before = before
         self._traits = traits
-        self.fenced = fenced
-        self._dirty: dict[Work, None] = {}
-        self.copies = PendingCopies(engine)
+        self._fenced = fenced
+        self._dirty: dict[PartitionState, None] = {}
+        self.copies = PendingCopies(engine.partitions.memory)
         self._soon = False
         """Some of the copies are to be stored at once."""
-        self._full: set[Work] = set()
+        self._full: set[PartitionState] = set()
         """Partitions whose outputs wait, because their position is full."""
         self._unknown: _Round | None = None
         """A round with copies whose result is not known."""
@@ -149,10 +148,8 @@ class Committer:
         """While it is held no round is in flight."""
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
-        self._refusals = 0
-        """In a row: Kafka answers, and stores nothing."""
-        self._again_now = asyncio.Event()
-        """Ends a pause."""
+        commits = engine.partitions.commits
+        self.outage = Outage(lambda: [each for each, by in commits.items() if by is self])
         self._pauses: list[asyncio.TimerHandle] = []
 
     def start(self) -> None:
@@ -168,13 +165,13 @@ class Committer:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    def changed(self, work: Work, count: int = 1) -> None:
+    def changed(self, partition: PartitionState, count: int = 1) -> None:
         """Take note that messages of a partition are done or, at most once, have arrived."""
-        if not work.dirty:
-            work.dirty = True
+        if not partition.dirty:
+            partition.dirty = True
             if not self._dirty:
                 self._since_s = self._loop.time()
-            self._dirty[work] = None
+            self._dirty[partition] = None
         self._count += count
         if self._count >= self._due_at:
             self._due_at = math.inf
@@ -186,42 +183,46 @@ class Committer:
         Args:
             soon: now, and not with the next positions.
         """
-        work = pending.work
-        if work.commits is None:
+        partition = pending.partition
+        if partition not in self._engine.partitions:
             return
         self.copies.add(pending)
-        self.changed(work, 0 if soon else 1)
+        self.changed(partition, 0 if soon else 1)
         if soon:
             self._soon = True
             self._now.set()
 
     def withdraw(self, pending: Pending) -> bool:
         """Store copies no more, unless they may be stored already; return whether they are not."""
-        work = pending.work
-        if self._unknown is not None and pending in self._unknown.pending.get(work, ()):
+        partition = pending.partition
+        if self._unknown is not None and pending in self._unknown.pending.get(partition, ()):
             return False
-        self.copies.remove(work, [pending])
+        self.copies.remove(partition, [pending])
         return True
 
-    def unavailable(self, work: Work) -> None:
+    def unavailable(self, partition: PartitionState) -> None:
         """Hand out nothing more until a round has succeeded."""
-        if not self._refusals and work in self._engine.works:
-            self._hold()
-            self.changed(work, 0)
+        if not self.outage.failures and partition in self._engine.partitions:
+            self.outage.note()
+            self.changed(partition, 0)
             self._now.set()
 
-    def forget(self, work: Work) -> None:
+    def forget(self, partition: PartitionState) -> None:
         """Store nothing more of a partition."""
-        work.dirty = False
-        self._dirty.pop(work, None)
-        self._full.discard(work)
+        partition.dirty = False
+        self._dirty.pop(partition, None)
+        self._full.discard(partition)
         if self._unknown is not None:
-            self._unknown.pending.pop(work, None)
-        for each in self.copies.drop(work):
+            self._unknown.pending.pop(partition, None)
+        for each in self.copies.drop(partition):
             if each.owner is not None:
                 each.owner.dropped(each)
 
-    async def flush(self, works: Collection[Work]) -> None:
+    def fence(self, partition: PartitionState) -> None:
+        """See `Commits.fence`."""
+        self._fenced(partition)
+
+    async def flush(self, partitions: Collection[PartitionState]) -> None:
         """Store the positions and copies of partitions now.
 
         Raises:
@@ -229,28 +230,30 @@ class Committer:
         """
         while True:
             async with self.between_rounds:  # one in flight may hold these partitions
-                if not any(work.dirty for work in works):
+                if not any(partition.dirty for partition in partitions):
                     return
             await self._round()
 
-    async def flush_finally(self, works: Collection[Work], within_s: float) -> None:
+    async def flush_finally(self, partitions: Collection[PartitionState], within_s: float) -> None:
         """Store the final positions of partitions, with retries. At most once: without messages
         that count as done and were not handed out.
 
         If Kafka refuses, or `within_s` ends, they are not stored.
         """
-        await self._flush_within(works, within_s)
-        if withdrawn := [work for work in works if work.withdraw()]:
-            for work in withdrawn:
-                self.changed(work, 0)
+        await self._flush_within(partitions, within_s)
+        if not self._before:
+            return
+        if withdrawn := [partition for partition in partitions if partition.withdraw()]:
+            for partition in withdrawn:
+                self.changed(partition, 0)
             await self._flush_within(withdrawn, within_s)
 
-    async def _flush_within(self, works: Collection[Work], within_s: float) -> None:
+    async def _flush_within(self, partitions: Collection[PartitionState], within_s: float) -> None:
         until_s = self._loop.time() + max(_FLUSH_MIN_S, within_s)
         while True:
             left_s = until_s - self._loop.time()
             try:
-                await asyncio.wait_for(self.flush(works), left_s)
+                await asyncio.wait_for(self.flush(partitions), left_s)
             except (KafkaUnavailable, TimeoutError) as error:
                 if left_s < _FLUSH_PAUSE_S or getattr(error, "lasting", False):
                     log.warning("positions not stored", error=safe_repr(error))
@@ -272,39 +275,25 @@ class Committer:
                     await asyncio.sleep(_REST_S)
             except KafkaUnavailable as error:
                 if isinstance(error, Fenced):
-                    self._engine.counts["fenced"] += 1
+                    self._engine.settlement.counts["fenced"] += 1
                 failures += 1
                 log.warning("positions not stored", error=safe_repr(error), attempt=failures)
                 pause_s = grown_pause_s(failures, _PAUSE_S, _PAUSE_MAX_S)
                 if error.lasting or self._traits.exact:
-                    self._hold()
+                    self.outage.note()
                 if error.lasting:
-                    pause_s = grown_pause_s(self._refusals, *_REFUSED_PAUSES_S)
-                self._again_now.clear()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._again_now.wait(), pause_s)
+                    pause_s = grown_pause_s(self.outage.failures, *_REFUSED_PAUSES_S)
+                await self.outage.pause(pause_s)
             except Exception as error:
                 self._engine.fail(error)
                 return
 
-    def _hold(self) -> None:
-        """Hand out nothing more while nothing is stored."""
-        self._refusals += 1
-        self._engine.suspensions.hold_all(self)
-
     def _resume(self) -> None:
-        if self._refusals:
-            self._refusals = 0
-            self._engine.suspensions.release_all(self)
+        if self.outage.end():
             self._engine.waiting.wake()
-            self.try_again()
-
-    def try_again(self) -> None:
-        """End the pause after a failure: Kafka has stored something."""
-        self._again_now.set()
 
     async def _until_due(self) -> None:
-        while not (self._now.is_set() or self._refusals):
+        while not (self._now.is_set() or self.outage.failures):
             left_s = self._policy.max_interval_s
             if self._dirty:
                 left_s = self._since_s + left_s - self._loop.time()
@@ -317,7 +306,7 @@ class Committer:
         async with self.between_rounds:
             self._now.clear()
             self._due_at = self._max
-            if any(work.lease.ended(self._loop.time()) for work in self._dirty):
+            if any(partition.lease.deadline_s <= self._loop.time() for partition in self._dirty):
                 raise Fenced("the lease has ended: nothing is stored")
             if self._unknown is not None and await self._is_stored(self._unknown):
                 stored, self._unknown = self._unknown, None
@@ -341,6 +330,7 @@ class Committer:
                 self._unknown = None
                 self._refuse(pendings, error)
                 self._again(round_)
+                self._engine.waiting.wake()
             except Fenced:
                 self._unknown = None
                 self._again(round_)
@@ -350,9 +340,9 @@ class Committer:
                 raise
             else:
                 self._unknown = None
-                for work in round_.works:
-                    if work.place in fenced:
-                        self.fenced(work)
+                for partition in round_.partitions:
+                    if partition.place in fenced:
+                        self.fence(partition)
                 self._finish(round_)
                 self._resume()
 
@@ -370,40 +360,51 @@ class Committer:
     async def _is_stored(self, round_: _Round) -> bool:
         """Return whether a round without an answer was stored: a second attempt would write its
         copies again. It was stored as a whole or not at all."""
-        mine = {work.place for work in self._engine.works if work.place in round_.offsets}
+        mine = {
+            partition.place
+            for partition in self._engine.partitions
+            if partition.place in round_.offsets
+        }
         found = await self._store.load(mine)
         return any(found.get(place) == round_.offsets[place] for place in mine)
 
     def _begin(self) -> _Round:
-        works, self._dirty = list(self._dirty), {}
-        admitted = {work: self._to_admit(work) for work in works} if self._before else {}
-        pending = self.copies.take(works)
-        round_ = _Round({}, pending, admitted, works)
+        partitions, self._dirty = list(self._dirty), {}
+        admitted = (
+            {partition: self._to_admit(partition) for partition in partitions}
+            if self._before
+            else {}
+        )
+        pending = self.copies.take(partitions)
+        round_ = _Round({}, pending, admitted, partitions)
         distinct = bool(pending) and not self._traits.repeatable
         waits = False
-        for work in works:
-            work.dirty = False
-            done = [message.record.offset for message in admitted.get(work, ())]
-            stored = _position(work, pending.get(work, ()), done, distinct=distinct)
-            if self._traits.exact and work.overflow and work in pending:
+        for partition in partitions:
+            partition.dirty = False
+            done = [message.record.offset for message in admitted.get(partition, ())]
+            stored = _position(partition, pending.get(partition, ()), done, distinct=distinct)
+            if self._traits.exact and partition.progress.overflow and partition in pending:
                 # The position may have fewer gaps with all that waits.
-                pending[work] = list(self.copies.of(work))
-                stored = _position(work, pending[work], (), distinct=distinct)
-                if overflow := work.overflow:
+                pending[partition] = list(self.copies.of(partition))
+                stored = _position(partition, pending[partition], (), distinct=distinct)
+                if overflow := partition.progress.overflow:
                     # After a crash messages would be handled again whose outputs are stored.
-                    waiting = pending.pop(work)
-                    stored, waits = work.stored(distinct=distinct), True
-                    work.overflow = overflow
-                    if work not in self._full:
-                        self._full.add(work)
+                    waiting = pending.pop(partition)
+                    stored, waits = partition.stored(distinct=distinct), True
+                    partition.progress.overflow = overflow
+                    if partition not in self._full:
+                        self._full.add(partition)
                         why = "its position is full: done and undone messages alternate"
                         log.warning(
-                            "outputs wait", partition=work.place, messages=len(waiting), why=why
+                            "outputs wait",
+                            partition=partition.place,
+                            messages=len(waiting),
+                            why=why,
                         )
-            if work in self._full and work in pending:
-                self._full.discard(work)
-                log.info("outputs go on", partition=work.place)
-            round_.offsets[work.place] = stored
+            if partition in self._full and partition in pending:
+                self._full.discard(partition)
+                log.info("outputs go on", partition=partition.place)
+            round_.offsets[partition.place] = stored
         taken = sum(len(each.copies) for some in pending.values() for each in some)
         left = self.copies.count - taken
         self._soon = self._soon and left > 0
@@ -411,18 +412,18 @@ class Committer:
         self._count = 0 if waits else left
         return round_
 
-    def _to_admit(self, work: Work) -> list[ReceivedMessage]:
+    def _to_admit(self, partition: PartitionState) -> list[ReceivedMessage]:
         """Return the messages to count as done before they are handled."""
         if self._engine.stopping:
             return []
-        room = _UNHANDLED_MAX * self._policy.max_batch - len(work.unhandled)
-        count = 0 if work.draining else max(0, min(self._policy.max_batch, room))
-        return list(itertools.islice(work.gate, count))
+        room = _UNHANDLED_MAX * self._policy.max_batch - partition.log.queue.count
+        count = 0 if partition.draining else max(0, min(self._policy.max_batch, room))
+        return list(itertools.islice(partition.gate, count))
 
     def _again(self, round_: _Round) -> None:
-        for work in round_.works:
-            if work in self._engine.works:
-                self.changed(work, 0)
+        for partition in round_.partitions:
+            if partition in self._engine.partitions:
+                self.changed(partition, 0)
 
     def _refuse(self, pendings: Sequence[Pending], error: Refused) -> None:
         """Store something else in place of refused copies, or give back the messages of their
@@ -431,28 +432,28 @@ class Committer:
         Args:
             pendings: of the round, in the order of its copies.
         """
-        refused, gone, end = set(error.indexes), set[Work](), 0
+        refused, gone, end = set(error.indexes), set[PartitionState](), 0
         for each in pendings:
-            work, begin, end = each.work, end, end + len(each.copies)
+            partition, begin, end = each.partition, end, end + len(each.copies)
             mine = [index - begin for index in range(begin, end) if index in refused]
-            if not mine or work in gone or work not in self._engine.works:
+            if not mine or partition in gone or partition not in self._engine.partitions:
                 continue
             others: Sequence[Copy] | None = None
             if each.owner is not None:
                 others = each.owner.refused(each, Refused(mine, error.cause))
             if others is None:
-                self._give_back(work, str(error))
-                gone.add(work)
+                self._give_back(partition, str(error))
+                gone.add(partition)
             elif others:
                 self.copies.replace(each, others)
             else:
-                self.copies.remove(work, [each])
+                self.copies.remove(partition, [each])
 
-    def _give_back(self, work: Work, why: str) -> None:
+    def _give_back(self, partition: PartitionState, why: str) -> None:
         """Let the messages of a partition be handled again later, and store copies of no message
         later."""
         messages = []
-        for each in self.copies.drop(work):
+        for each in self.copies.drop(partition):
             if each.message is None:
                 pause = self._loop.call_later(_PAUSE_MAX_S, self.store, each)
                 self._pauses = [one for one in self._pauses if one.when() > self._loop.time()]
@@ -461,44 +462,42 @@ class Committer:
                 assert each.owner is not None
                 each.owner.dropped(each)
             else:
-                messages.append((each.message, each.settled))
-        self._engine.refused(work, messages, why)
+                messages.append(each.message)
+        self._engine.settlement.refused(partition, messages, why)
 
     def _finish(self, round_: _Round) -> None:
-        for work in round_.works:
-            work.confirm(round_.offsets[work.place])
-        for work, pendings in round_.pending.items():
-            self.copies.remove(work, pendings)
-            for each in pendings if work in self._engine.works else ():
+        partitions = self._engine.partitions
+        for partition in round_.partitions:
+            partition.progress.confirm(round_.offsets[partition.place])
+        for partition, pendings in round_.pending.items():
+            self.copies.remove(partition, pendings)
+            for each in pendings if partition in partitions else ():
                 if each.owner is not None:
                     each.owner.stored(each)
-        for work, messages in round_.admitted.items():
-            if work not in self._engine.works:
-                continue  # lost as the commit ended
-            for message in messages:
-                work.gate.popleft()
-                work.finished(message.record.offset)
-            self._engine.admit(work, messages)
-            if work.gate and messages:
-                self.changed(work, 0)
-        for work in self.copies.works:
-            self.changed(work, 0)
+        for partition, messages in round_.admitted.items():
+            if partition in partitions:  # or lost as the commit ended
+                partition.admit_first(len(messages))
+                if partition.gate and messages:
+                    self.changed(partition, 0)
+        self._engine.waiting.wake()
+        for partition in self.copies.partitions:
+            self.changed(partition, 0)
         if self._soon:
             self._now.set()
 
 
 def _position(
-    work: Work, pendings: Sequence[Pending], done: Sequence[int], *, distinct: bool
+    partition: PartitionState, pendings: Sequence[Pending], done: Sequence[int], *, distinct: bool
 ) -> StoredOffset:
     """Return the position to store with copies.
 
     Args:
         done: offsets that are done, too.
-        distinct: see `Work.stored`.
+        distinct: see `PartitionState.stored`.
     """
     done_too: list[int] = [*done]
     ahead_too: list[int] = []
     for each in pendings:
-        if each.message is not None and each.message.work is work:
+        if each.message is not None and each.message.feed is partition.log:
             (ahead_too if each.first else done_too).append(each.message.record.offset)
-    return work.stored(done_too, ahead_too, distinct=distinct)
+    return partition.stored(done_too, ahead_too, distinct=distinct)

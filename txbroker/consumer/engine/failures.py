@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import structlog
 from msgspec import structs
 
-from txbroker.consumer.failure_lines import FailureLines
-from txbroker.consumer.message import ReceivedMessage
-from txbroker.consumer.partition import source_of
-from txbroker.consumer.stores.pending import Pending
-from txbroker.core.consuming.aside import KEYS_MAX, AsideKey
+from txbroker.consumer.engine.failure_lines import FailureLines
+from txbroker.consumer.engine.settlement import Settlement
+from txbroker.consumer.message import ReceivedMessage, source_of
+from txbroker.consumer.pending import Pending
+from txbroker.core.consuming.aside import KEYS_MAX
 from txbroker.core.consuming.copies import (
     ASIDE_PARTITIONS,
     DEAD_PARTITIONS,
@@ -37,35 +34,10 @@ from txbroker.core.consuming.failure import (
     SetAside,
     Verdict,
 )
-from txbroker.core.consuming.queues import Queues
+from txbroker.core.consuming.lifecycle import MessageEvent
 from txbroker.door.writing import Copy, Refused
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
-
-REFUSED_PAUSE_S = 5.0
-"""Before messages are handled again whose copies cannot be stored."""
-
-
-class Results(Protocol):
-    """What the engine does with messages that need nothing more.
-
-    Attributes:
-        counts: events by name.
-        handled: messages whose handler has succeeded; with outputs, once these are stored.
-    """
-
-    counts: Counter[str]
-    handled: int
-
-    def end(self, message: ReceivedMessage, *, stored: bool = False) -> None:
-        """The message needs nothing more: its lane continues, its offset is done.
-
-        Args:
-            stored: in the stored position, too.
-        """
-
-    def settled(self, *messages: ReceivedMessage, stored: bool = False) -> None:
-        """Messages of one partition are done: so are their offsets, and their memory is free."""
 
 
 class Failures:
@@ -78,26 +50,18 @@ class Failures:
         lines: the log of errors.
     """
 
-    def __init__(
-        self,
-        policy: FailurePolicy,
-        topics: GroupTopics,
-        queues: Queues[ReceivedMessage],
-        results: Results,
-    ) -> None:
+    def __init__(self, policy: FailurePolicy, topics: GroupTopics, settlement: Settlement) -> None:
         self._policy = policy
         self._topics = topics
-        self._queues = queues
-        self._results = results
-        self._loop = asyncio.get_running_loop()
+        self._settlement = settlement
         self.lines = FailureLines()
-        self._outputs = _Outputs(results, self._dead_letter, self.lines)
+        self._outputs = _Outputs(settlement, self._dead_letter, self.lines)
 
     def fail(self, message: ReceivedMessage, error: BaseException) -> None:
-        """Apply the policy to a message whose handler raised `error`."""
+        """Apply the policy to a message in flight whose handler raised `error`."""
         failed = not isinstance(error, Later)
         message.failures += failed
-        self._results.counts["failed"] += failed
+        self._settlement.counts["failed"] += failed
         verdict = self._policy.decide(error, message.failures, message.step)
         if failed:
             self.lines.note(
@@ -110,71 +74,56 @@ class Failures:
         self._apply(message, verdict)
 
     def _apply(self, message: ReceivedMessage, verdict: Verdict) -> None:
-        work = message.work
-        if isinstance(verdict, SetAside) and work.aside_count >= KEYS_MAX:
-            log.error("too many set-aside keys", partition=work.place, keys=KEYS_MAX)
-            self._results.counts["aside_full"] += 1
+        partition = message.feed.partition
+        if isinstance(verdict, SetAside) and partition.aside.count >= KEYS_MAX:
+            log.error("too many set-aside keys", partition=partition.place, keys=KEYS_MAX)
+            self._settlement.counts["aside_full"] += 1
             verdict = self._policy.wait(message.failures)
-        if isinstance(verdict, RetryHere):
-            message.attempt += 1
-            due_s = self._loop.time() + verdict.delay_s
-            self._queues.delay(work.queue, message, due_s)
-        elif isinstance(verdict, Drop):
-            self._results.counts["dropped"] += 1
-            self._results.end(message)
-        elif isinstance(verdict, SetAside) and work.fails_again():
-            return  # its lane stays occupied: nothing of the key is handled any more
-        elif isinstance(verdict, SetAside):
-            key = message.record.key
-            work.setting_aside.add(message.offset if key is None else key)
-            self.set_aside(message, verdict.cause, called=True)
-        else:
-            self._copy(message, verdict)
+        match verdict:
+            case RetryHere():
+                due_s = self._settlement.time() + verdict.delay_s
+                partition.apply(MessageEvent.RETRY, [message], due_s)
+            case Drop():
+                self._settlement.counts["dropped"] += 1
+                self._settlement.finish((message,), partition.in_flight[message], handled=False)
+            case SetAside() if message.feed.fail_again():
+                partition.apply(MessageEvent.WITHHOLD, [message])
+            case SetAside():
+                partition.aside.pending.add(message.offset if message.key is None else message.key)
+                self.set_aside(message, verdict.cause, called=True)
+            case _:
+                self._copy(message, verdict)
 
     def _copy(self, message: ReceivedMessage, verdict: Bury | RetryLater) -> None:
         """Copy a message to another topic; its lane waits until the copy is stored."""
         if isinstance(verdict, RetryLater):
             name = f"retry_{verdict.step}"
             due = round((time.time() + verdict.delay_s) * 1000)
-            copy = Copy(
-                self._topics.retry,
-                verdict.step,
-                make_copy(
-                    message.record, _failed(message, due, verdict.cause, verdict.failed_step)
-                ),
-            )
+            failed = _failed(message, due, verdict.cause, verdict.failed_step)
+            copy = Copy(self._topics.retry, verdict.step, make_copy(message.record, failed))
         else:
             name, copy = "dead", self._dead_letter(message, verdict.cause)
-
-        copies = [copy, *message.work.clearance(message)]
-        owner = _Copied(self._results, name, self._dead_letter)
-        self._store(Pending(message.work.owner, message, copies, owner))
+        copies = [copy, *message.feed.clearance(message)]
+        message.feed.partition.apply(MessageEvent.COPY, [message])
+        self._store(message, copies, _Copied(self._settlement, name, self._dead_letter))
 
     def _dead_letter(self, message: ReceivedMessage, cause: str) -> Copy:
         failed = _failed(message, round(time.time() * 1000), cause)
         number = spread(failed.source[:2], DEAD_PARTITIONS)
         return Copy(self._topics.dead, number, make_copy(message.record, failed))
 
-    def _store(self, pending: Pending, *, soon: bool = True) -> None:
-        if pending.work.commits is not None:
-            pending.work.commits.store(pending, soon=soon)
-
-    def take_back(self, message: ReceivedMessage, *, settled: bool) -> None:
-        """Let a message be handled again whose copies are not stored."""
-        if settled:
-            self._queues.take_back(message.work.queue, message)
-        else:
-            self._queues.put_back(message.work.queue, message)
+    def _store(self, message: ReceivedMessage, copies: Sequence[Copy], owner: _Copied) -> None:
+        self._settlement.store(Pending(message.feed.partition, message, copies, owner))
 
     def produce(self, message: ReceivedMessage, outputs: Sequence[Copy]) -> None:
-        """Store the outputs of a message with its position. Its lane continues at once."""
-        work = message.work
-        self._queues.settle(work.queue, message)
-        self._store(Pending(work.owner, message, outputs, self._outputs, True), soon=False)
+        """Store the outputs of a message in flight with its position. Its lane continues."""
+        partition = message.feed.partition
+        partition.apply(MessageEvent.SEND, [message])
+        self._settlement.store(Pending(partition, message, outputs, self._outputs), soon=False)
 
     def set_aside(self, message: ReceivedMessage, cause: str, *, called: bool = False) -> None:
-        """Copy a message to the aside topic. Its lane continues at once: later messages of the key
-        follow in the same order.
+        """Copy a message in flight to the aside topic. Its lane continues at once: later messages
+        of the key follow in the same order.
 
         Args:
             called: the attempt was one; otherwise it is the next one's number.
@@ -183,16 +132,12 @@ class Failures:
         failed = structs.replace(failed, attempts=failed.attempts - (not called))
         number = spread(failed.source[:2], ASIDE_PARTITIONS)
         record = make_copy(message.record, failed)
-        self._queues.settle(message.work.queue, message)
-        work, key = message.work, message.key
-        if work.keeps_rows and work.aside is not None:  # no topic shows the copy
-            known = message.offset if key is None else key
-            work.aside.keys.setdefault(known, AsideKey(0)).count += 1
-            work.setting_aside.discard(known)
-
-        copies = [Copy(self._topics.aside, number, record)]
-        owner = _Copied(self._results, "aside", self._dead_letter)
-        self._store(Pending(message.work.owner, message, copies, owner, settled=True))
+        partition = message.feed.partition
+        partition.apply(MessageEvent.SEND, [message])
+        if partition.keeps_rows:  # no topic shows the copy
+            partition.aside.add(message.offset if message.key is None else message.key)
+        owner = _Copied(self._settlement, "aside", self._dead_letter)
+        self._store(message, [Copy(self._topics.aside, number, record)], owner)
 
 
 class _Copied:
@@ -205,25 +150,22 @@ class _Copied:
 
     def __init__(
         self,
-        results: Results,
+        settlement: Settlement,
         name: str,
         dead_letter: Callable[[ReceivedMessage, str], Copy],
     ) -> None:
-        self._results = results
+        self._settlement = settlement
         self._name = name
         self._dead_letter = dead_letter
 
     def stored(self, pending: Pending) -> None:
         assert pending.message is not None
-        self._results.counts[self._name] += 1
-        if pending.settled:
-            self._results.settled(pending.message, stored=True)
-        else:
-            self._results.end(pending.message, stored=True)
+        self._settlement.counts[self._name] += 1
+        self._settlement.stored(pending.message)
 
     def refused(self, pending: Pending, error: Refused) -> Sequence[Copy] | None:
         if not error.too_large or not self._name.startswith("retry_"):
-            return _smaller(self._results, pending, error, keyed=self._name == "aside")
+            return _smaller(self._settlement, pending, error, keyed=self._name == "aside")
         # An attempt needs the whole message.
         assert pending.message is not None
         log.error("copy too large", message=repr(pending.message), next="Bury")
@@ -242,37 +184,37 @@ class _Outputs:
 
     def __init__(
         self,
-        results: Results,
+        settlement: Settlement,
         dead_letter: Callable[[ReceivedMessage, str], Copy],
         lines: FailureLines,
     ) -> None:
-        self._results = results
+        self._settlement = settlement
         self._dead_letter = dead_letter
         self._lines = lines
 
     def stored(self, pending: Pending) -> None:
         assert pending.message is not None
         if pending.replaced:
-            self._results.counts["dead"] += 1
+            self._settlement.counts["dead"] += 1
         else:
-            self._results.handled += 1
-        self._results.settled(pending.message, stored=True)
+            self._settlement.handled += 1
+        self._settlement.stored(pending.message)
 
     def refused(self, pending: Pending, error: Refused) -> Sequence[Copy] | None:
         if pending.replaced:
-            return _smaller(self._results, pending, error, keyed=False)
+            return _smaller(self._settlement, pending, error, keyed=False)
         assert pending.message is not None
         self._lines.note(log.error, "output refused", error=error, message=repr(pending.message))
         return [
             self._dead_letter(pending.message, str(error)),
-            *pending.message.work.clearance(pending.message),
+            *pending.message.feed.clearance(pending.message),
         ]
 
     def dropped(self, pending: Pending) -> None: ...
 
 
 def _smaller(
-    results: Results, pending: Pending, error: Refused, *, keyed: bool
+    settlement: Settlement, pending: Pending, error: Refused, *, keyed: bool
 ) -> Sequence[Copy] | None:
     """Return the copies with less of their message where a topic takes only smaller ones; None:
     they are refused for another reason, or nothing more can be left out."""
@@ -286,7 +228,7 @@ def _smaller(
         return None
     if not any(is_smaller(each.record) for each in pending.copies):
         log.error("copy too large", message=repr(pending.message), next="without its value")
-        results.counts["left_out"] += 1
+        settlement.counts["left_out"] += 1
     return found
 
 

@@ -1,0 +1,1 @@
+"""Copies of failed messages: set-aside keys and retried rows."""

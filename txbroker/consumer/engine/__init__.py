@@ -1,0 +1,1 @@
+"""The engine of a consumer: hands out messages, calls handlers, takes results."""
