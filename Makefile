@@ -173,7 +173,7 @@ check: $(VENV)/.dev ## Check limits, words, links, docs and the public surface (
 
 .PHONY: docs
 docs: $(VENV)/.dev ## Renew the reference pages, the dashboard, and schema and table of the chart's values, which code makes
-	@$(BIN)/python -m txbroker.proxy.reference
+	@$(BIN)/python -m txbroker.cli.api_reference
 	@$(BIN)/python docs/states.py
 	@$(BIN)/python docs/diagnoses.py
 	@$(BIN)/python -m txbroker.cli.reference > docs/reference/cli.md

@@ -51,7 +51,7 @@ class Message:
 
 
 class Model(RuleBasedStateMachine):
-    """What each message waits for, as one dictionary; its steps are a few lines each."""
+    """The state of each message, as one dictionary; its steps are a few lines each."""
 
     @initialize(before=st.booleans(), start=st.integers(0, 5))
     def begin(self, before: bool, start: int) -> None:
@@ -149,7 +149,7 @@ class Model(RuleBasedStateMachine):
         assert self.partition.bytes == 10 * len([m for m in self.state if self.state[m] != DONE])
 
     @invariant()
-    def position_has_what_is_done(self) -> None:
+    def position_has_all_that_are_done(self) -> None:
         if not hasattr(self, "state"):
             return
         undone = {m.offset for m, state in self.state.items() if self.is_undone(state)}

@@ -29,6 +29,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.kit.http_api import Api
+from txbroker.cli.api_reference import pages, write
 from txbroker.config.settings import Settings
 from txbroker.contract.json import MessageError, decode_messages
 from txbroker.core.routing import make_id
@@ -36,7 +37,6 @@ from txbroker.errors import request_errors
 from txbroker.proxy.http.api import operations
 from txbroker.proxy.http.bodies import NoQuery
 from txbroker.proxy.http.operations import describe
-from txbroker.proxy.reference import pages, write
 from txbroker.testing.broker import InMemoryBroker
 
 EXAMPLES = 12
@@ -250,7 +250,7 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 @pytest.mark.parametrize("name", sorted(pages()))
 def test_page_is_current(name: str) -> None:
     committed = (REFERENCE / name).read_text(encoding="utf-8")
-    assert committed == pages()[name], "run python -m txbroker.proxy.reference"
+    assert committed == pages()[name], "run python -m txbroker.cli.api_reference"
 
 
 def test_reference_is_complete(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from tests.kit.kafka import KafkaHarness
 from tests.kit.topic_reader import read_topics
 from tests.spark.planting import Planting, access_to
 from tests.spark.table_runs import START_MS, Tables, id_at, now_ms, verdict
+from txbroker.cli.api_reference import drift_event_schema
 from txbroker.consumer import Consumer
 from txbroker.embedded import EmbeddedKafka
-from txbroker.proxy.reference import drift_event_schema
 from txbroker.spark.schema import Acknowledgement, RunSummary, Terms
 
 if TYPE_CHECKING:

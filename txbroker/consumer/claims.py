@@ -174,7 +174,6 @@ class Reader:
             options.commit,
             self._fenced,
             traits=options.traits,
-            before=options.before,
         )
         if asides is not None:
             self._asides = asides(self._engine, self._rounds, self._fetcher)

@@ -103,10 +103,33 @@ class _Round(Struct, eq=False):
     partitions: list[PartitionState]
 
 
+class _Due:
+    """When the next round begins: after enough messages, at once, or after some time.
+
+    Attributes:
+        count: messages since the last round.
+        at: the count with which a round begins; infinite once one is to begin.
+        since_s: when the first of them was done, event loop seconds.
+        now: set when one is to begin.
+    """
+
+    def __init__(self, count_max: int) -> None:
+        self.count = 0
+        self.at: float = count_max
+        self.since_s = 0.0
+        self.now = asyncio.Event()
+        self._max = count_max
+
+    def begin(self) -> None:
+        """A round begins."""
+        self.now.clear()
+        self.at = self._max
+
+
 class Rounds:
     """Stores the positions of the partitions of one store.
 
-    At most once (`before`) it stores the position first and then lets the messages be handled.
+    At most once it stores the position first and then lets the messages be handled.
 
     Args:
         fenced: called with a partition that another owner has taken over.
@@ -120,12 +143,10 @@ class Rounds:
         fenced: Callable[[PartitionState], None],
         *,
         traits: StoreTraits,
-        before: bool = False,
     ) -> None:
         self._engine = engine
         self._store = store
         self._policy = policy
-        self._before = before
         self._traits = traits
         self._fenced = fenced
         self._dirty: dict[PartitionState, None] = {}
@@ -136,12 +157,7 @@ class Rounds:
         """Partitions whose outputs wait, because their position is full."""
         self._unknown: _Round | None = None
         """A round with copies whose result is not known."""
-        self._count = 0
-        self._max = 0 if before else policy.max_batch
-        self._due_at: float = self._max
-        """The count with which a round begins; infinite once one is to begin."""
-        self._since_s = 0.0
-        self._now = asyncio.Event()
+        self._due = _Due(0 if engine.before else policy.max_batch)
         self._in_flight: asyncio.Timeout | None = None
         """Ends the commit of the round in flight."""
         self.between_rounds = asyncio.Lock()
@@ -170,12 +186,13 @@ class Rounds:
         if not partition.dirty:
             partition.dirty = True
             if not self._dirty:
-                self._since_s = self._loop.time()
+                self._due.since_s = self._loop.time()
             self._dirty[partition] = None
-        self._count += count
-        if self._count >= self._due_at:
-            self._due_at = math.inf
-            self._now.set()
+        due = self._due
+        due.count += count
+        if due.count >= due.at:
+            due.at = math.inf
+            due.now.set()
 
     def store(self, pending: Pending, *, soon: bool = True) -> None:
         """Store copies with the partition's position.
@@ -190,7 +207,7 @@ class Rounds:
         self.changed(partition, 0 if soon else 1)
         if soon:
             self._soon = True
-            self._now.set()
+            self._due.now.set()
 
     def withdraw(self, pending: Pending) -> bool:
         """Store copies no more, unless they may be stored already; return whether they are not."""
@@ -205,7 +222,7 @@ class Rounds:
         if not self.outage.failures and partition in self._engine.partitions:
             self.outage.note()
             self.changed(partition, 0)
-            self._now.set()
+            self._due.now.set()
 
     def forget(self, partition: PartitionState) -> None:
         """Store nothing more of a partition."""
@@ -241,7 +258,7 @@ class Rounds:
         If Kafka refuses, or `within_s` ends, they are not stored.
         """
         await self._flush_within(partitions, within_s)
-        if not self._before:
+        if not self._engine.before:
             return
         if withdrawn := [partition for partition in partitions if partition.withdraw()]:
             for partition in withdrawn:
@@ -271,7 +288,7 @@ class Rounds:
             try:
                 await self._round()
                 failures = 0
-                if not (self._before or self.copies.count):
+                if not (self._engine.before or self.copies.count):
                     await asyncio.sleep(_REST_S)
             except KafkaUnavailable as error:
                 if isinstance(error, Fenced):
@@ -293,19 +310,18 @@ class Rounds:
             self._engine.waiting.wake()
 
     async def _until_due(self) -> None:
-        while not (self._now.is_set() or self.outage.failures):
+        while not (self._due.now.is_set() or self.outage.failures):
             left_s = self._policy.max_interval_s
             if self._dirty:
-                left_s = self._since_s + left_s - self._loop.time()
+                left_s = self._due.since_s + left_s - self._loop.time()
                 if left_s <= 0:
                     return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._now.wait(), left_s)
+                await asyncio.wait_for(self._due.now.wait(), left_s)
 
     async def _round(self) -> None:
         async with self.between_rounds:
-            self._now.clear()
-            self._due_at = self._max
+            self._due.begin()
             if any(partition.lease.deadline_s <= self._loop.time() for partition in self._dirty):
                 raise Fenced("the lease has ended: nothing is stored")
             if self._unknown is not None and await self._is_stored(self._unknown):
@@ -372,7 +388,7 @@ class Rounds:
         partitions, self._dirty = list(self._dirty), {}
         admitted = (
             {partition: self._to_admit(partition) for partition in partitions}
-            if self._before
+            if self._engine.before
             else {}
         )
         pending = self.copies.take(partitions)
@@ -409,7 +425,7 @@ class Rounds:
         left = self.copies.count - taken
         self._soon = self._soon and left > 0
         # Those that cannot be stored yet wait for the interval.
-        self._count = 0 if waits else left
+        self._due.count = 0 if waits else left
         return round_
 
     def _to_admit(self, partition: PartitionState) -> list[ReceivedMessage]:
@@ -483,7 +499,7 @@ class Rounds:
         for partition in self.copies.partitions:
             self.changed(partition, 0)
         if self._soon:
-            self._now.set()
+            self._due.now.set()
 
 
 def _position(

@@ -9,7 +9,7 @@ from txbroker.consumer.rounds import StoreTraits
 from txbroker.consumer.stores.connections import Connections
 from txbroker.consumer.stores.results import DatabaseResults
 from txbroker.consumer.stores.stored import METADATA_MAX, StoredPositions
-from txbroker.core.consuming.copies import GroupTopics, read_copy
+from txbroker.core.consuming.copies import GroupTopics, Partition, read_copy
 from txbroker.core.consuming.position import StoredOffset, decode_metadata, encode_metadata
 from txbroker.core.records import Cause
 from txbroker.databases.database import Database, check_database
@@ -17,7 +17,6 @@ from txbroker.databases.dialect import Fault
 from txbroker.databases.kept import DEAD, RETRY, SET_ASIDE, UNPUBLISHED, Kept, KeptTable
 from txbroker.databases.positions import PositionTable
 from txbroker.databases.steps import Steps
-from txbroker.door.consuming import Partition
 from txbroker.door.writing import Copy, Refused
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError

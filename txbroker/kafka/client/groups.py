@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from aiokafka.coordinator.protocol import ConsumerProtocol
 
@@ -37,6 +37,8 @@ _ELSEWHERE = COORDINATOR_MOVED | {Code.COORDINATOR_LOADING}
 _NO_EPOCH = -1
 _AGAIN = RETRIABLE | {Code.REBALANCE_IN_PROGRESS}
 """A member between joining and its assignment may not commit yet."""
+Committed: TypeAlias = dict[Partition, StoredOffset]
+"""Committed offsets of a group, without partitions that have none."""
 _CONSUMERS = ("consumer", "")
 """Protocol types of consumers' groups; groups that have only offsets have none."""
 
@@ -113,7 +115,7 @@ async def store_offsets(
             raise Unknown(why)
 
 
-def stored_offsets(answer: Any) -> dict[Partition, StoredOffset]:
+def stored_offsets(answer: Any) -> Committed:
     """Return the offsets in an answer to `OffsetFetchV7`."""
     return {
         (topic, number): StoredOffset(offset, metadata or "")
@@ -129,7 +131,7 @@ def _refuse(answer: Any, what: str) -> None:
         raise KafkaRefused(code, f"cannot {what}: {describe(code)}")
 
 
-async def committed_offsets(client: Client, group: str) -> dict[Partition, StoredOffset]:
+async def committed_offsets(client: Client, group: str) -> Committed:
     """Return all committed offsets of a group."""
     answer = await ask_group(client, group, OffsetFetchV7(group, None, False), _backoff(client))
     _refuse(answer, f"load the offsets of group {group}")

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from txbroker.config.access import KafkaAccess
-from txbroker.core.consuming.position import StoredOffset
 from txbroker.core.records import Cause, Record
 from txbroker.door.consuming import (
     LATEST,
@@ -26,7 +25,7 @@ from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client, KafkaRefused, LoginRefused, Opener, is_retriable
 from txbroker.kafka.client.fetcher import KafkaFetcher
-from txbroker.kafka.client.groups import committed_offsets, describe_group, list_groups
+from txbroker.kafka.client.groups import Committed, committed_offsets, describe_group, list_groups
 from txbroker.kafka.client.reader import READ_UNCOMMITTED, Reader, offsets_at
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.client.transaction import TransactionalWriter, WriterTraits, group_writer
@@ -178,6 +177,6 @@ class KafkaConsumingDoor(ConsumingDoor):
         """Return a group as its coordinator describes it."""
         return await describe_group(self._client, group)
 
-    async def committed(self, group: str) -> dict[Partition, StoredOffset]:
+    async def committed(self, group: str) -> Committed:
         """Return all committed offsets of a group."""
         return await committed_offsets(self._client, group)

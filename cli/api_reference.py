@@ -1,7 +1,7 @@
 """Generate the reference pages of HTTP API, settings, metrics and errors, and the schema of drift
 events.
 
-`python -m txbroker.proxy.reference docs/reference`
+`python -m txbroker.cli.api_reference docs/reference`
 """
 
 import json
@@ -24,7 +24,7 @@ from txbroker.proxy.observe.metrics import Metrics
 from txbroker.relay.metrics import METRICS as RELAY_METRICS
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_NOTICE = "<!-- Written by `python -m txbroker.proxy.reference`; edit the code instead. -->\n"
+_NOTICE = "<!-- Written by `python -m txbroker.cli.api_reference`; edit the code instead. -->\n"
 
 
 def pages() -> dict[str, str]:
