@@ -202,7 +202,13 @@ def test_plain_sql_writes_rows(kind: Place, outbox: Outbox) -> None:
     else:
         assert {first.unit, second.unit, undecided.unit} == {""}
     names = ", ".join(COLUMNS)
-    row = dict(zip(COLUMNS, kind.select(f"SELECT {names} FROM txbroker_outbox")[0], strict=True))
+    row = dict(
+        zip(
+            COLUMNS,
+            kind.select(f"SELECT {names} FROM txbroker_outbox ORDER BY position")[0],
+            strict=True,
+        )
+    )
     assert to_message(row).value == b"10 EUR"
     (now_ms,) = kind.select(f"SELECT {kind.dialect.now_ms}")[0]
     assert 0 <= now_ms - row["created_at"] < 30_000

@@ -7,7 +7,7 @@ command line reads the same answers as JSON.
 from collections.abc import Awaitable, Sequence
 from enum import StrEnum
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
@@ -46,12 +46,9 @@ OPTIONS = tuple(
     for name in PrepareRequest.__struct_fields__
     if name not in ("group", "messages", "id", "instance")
 )
-_option_values = attrgetter(*OPTIONS)
-
-
-def options_of(source: object) -> dict[str, Any]:
-    """Return the options of a prepare, from an object that has fields of their names."""
-    return dict(zip(OPTIONS, _option_values(source), strict=True))
+"""The names of the fields of a prepare that its caller may leave out."""
+option_values = attrgetter(*OPTIONS)
+"""Returns the values of fields of these names."""
 
 
 class DecideRequest(Struct, frozen=True):

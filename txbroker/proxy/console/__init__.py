@@ -5,7 +5,7 @@
   `static/` has one style sheet, one script and one icon, cached under the hash of their content.
 - Everything works with plain links and forms. The script fetches the current page periodically and
   replaces the sections marked `data-live`.
-- `concerns.py` finds the problems with which the overview begins.
+- `concerns.py` shows the problems with which the overview begins, found by the table of diagnoses.
 - `actions.py` previews an action (`GET /actions/…`), then does it (`POST`), with author and reason
   in the markers. A bulk action covers the matches of its preview, never later ones.
 - `visitors.py` identifies visitors: with a token file by a login in a signed cookie, valid at every

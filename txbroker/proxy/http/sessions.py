@@ -378,7 +378,7 @@ class SdkSession:
             messages=operation.messages,
             id=operation.id,
             instance=self.instance,
-            **contract.options_of(operation),
+            **dict(zip(contract.OPTIONS, contract.option_values(operation), strict=True)),
         )
         return request, self._admission.admit(self._principal, request)
 

@@ -10,6 +10,7 @@ import msgspec
 from txbroker.contract.json import message_to_json
 from txbroker.contract.service import (
     LISTED_MESSAGES_MAX,
+    OPTIONS,
     DecideRequest,
     ListRequest,
     PlacedMessage,
@@ -20,7 +21,7 @@ from txbroker.contract.service import (
     TransactionPage,
     TransactionStatus,
     TransactionView,
-    options_of,
+    option_values,
 )
 from txbroker.core.records import Decision, Message, Source
 from txbroker.core.routing import ALPHABET
@@ -85,7 +86,7 @@ def prepare(call: ApiCall) -> Awaitable[ApiReply]:
         group=body.group,
         messages=_messages(call, body.messages) or (),
         id=None if body.id is None else plain_id(body.id),
-        **options_of(body),
+        **dict(zip(OPTIONS, option_values(body), strict=True)),
     )
     return call.context.admission.submit(call.principal, request, _status_reply, call.trace)
 
