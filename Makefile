@@ -99,8 +99,9 @@ soak-faults: $(VENV)/.dev ## Break brokers, proxies and links under load, for MI
 
 SEEDS ?= 1000
 .PHONY: simulate
-simulate: $(VENV)/.dev ## Try SEEDS (1000) seeds of faults on simulated proxies, or one: SEED=n
-	@$(BIN)/python -m tests.simulator.simulate $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+simulate: $(VENV)/.dev ## Try SEEDS (1000) seeds of faults on simulated proxies, consumers and relays, or of one ROOM, or one: SEED=n
+	@$(BIN)/python -m tests.simulator.simulate $(if $(ROOM),--room $(ROOM)) \
+		$(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 .PHONY: bench
 bench: $(VENV)/.dev ## Measure complete transactions per second

@@ -19,6 +19,8 @@ from aiokafka.record.memory_records import MemoryRecords
 from aiokafka.record.util import calc_crc32c
 
 from tests.simulator.sim_loop import Process, SimLoop
+from txbroker.core.records import Record
+from txbroker.kafka.protocol.batch import batch_body, encode_batch
 
 NONE, OUT_OF_RANGE, UNKNOWN_TOPIC, NO_LEADER, NOT_LEADER = 0, 1, 3, 5, 6
 TOO_LARGE, NO_COORDINATOR, NOT_COORDINATOR, OUT_OF_ORDER, DUPLICATE = 10, 15, 16, 45, 46
@@ -32,6 +34,8 @@ _MARKER_KEYS = {True: b"\x00\x00\x00\x01", False: b"\x00\x00\x00\x00"}
 _EARLIEST = -2
 _READ_COMMITTED = 1
 _KEPT_BATCHES = 5
+_PLAIN = 7
+"""The producer of records of other clients."""
 RETAIN_S = 2.0
 """Interval at which brokers delete old records."""
 
@@ -70,6 +74,8 @@ class Log:
         self.bytes_max = bytes_max
         self.begin = 0
         self.end = 0
+        self.plain = 0
+        """The next sequence of `Cluster.append_plainly`."""
         self.learns = (0.0, 0)
         """Until when a new leader does not know the end of its log, and the end it returns."""
         self.batches: list[Batch] = []
@@ -193,10 +199,11 @@ class Log:
         for batch in self.batches[bisect_left(self._bases, start) :]:
             if batch.base >= stop:
                 return
-            if not batch.control and not (committed and self._is_aborted(batch)):
+            if not batch.control and not (committed and self.is_aborted(batch)):
                 yield from next_batch(batch.data)
 
-    def _is_aborted(self, batch: Batch) -> bool:
+    def is_aborted(self, batch: Batch) -> bool:
+        """Return whether a batch belongs to a transaction that was aborted."""
         return bool(_HEADER.unpack_from(batch.data)[5] & _TRANSACTIONAL) and any(
             producer == batch.producer and first <= batch.base < end
             for producer, first, end in self._aborted
@@ -287,6 +294,32 @@ class Cluster:
             leader = (number + len(self.logs)) % len(self.nodes)
             self.logs[topic, number] = Log(leader, append_time=append_time, bytes_max=bytes_max)
 
+    def append_plainly(self, name: Name, record: Record) -> None:
+        """Let a client that knows no transactions write a record."""
+        log = self.logs[name]
+        body, sequence = batch_body([record]), log.plain
+        log.plain += 1
+        data = encode_batch(
+            body, producer_id=_PLAIN, epoch=0, sequence=sequence, transactional=False
+        )
+        code, *_ = log.append(data, self.now_ms(max(log.leader, 0)), in_transaction=_never)
+        assert code == NONE, code
+
+    def decided(self, name: Name) -> Iterator[Any]:
+        """Yield the records of a partition whose transaction is committed, the newest first, also
+        before its markers are written."""
+        log = self.logs[name]
+        ending = {each.producer for each in self.ids.values() if each.state == "prepare commit"}
+        for batch in reversed(log.batches):
+            undecided = batch.base >= log.open.get(batch.producer, batch.base + 1)
+            if (
+                batch.control
+                or log.is_aborted(batch)
+                or (undecided and batch.producer not in ending)
+            ):
+                continue
+            yield from reversed(list(next_batch(batch.data)))
+
     def retain(self, topic: str, seconds: float) -> None:
         """Delete older records, now and later. They are only hidden: the judge reads them."""
         for (name, _), log in self.logs.items():
@@ -358,7 +391,19 @@ class Cluster:
         return NONE
 
     def _fetch(self, node: int, request: Any) -> Any:
-        ((topic, ((number, position, bytes_max),)),) = request.topics
+        topics = []
+        for topic, parts in request.topics:
+            topics.append((topic, [self._fetched(node, topic, *part, request) for part in parts]))
+        asked = [each for _topic, found in topics for each in found]
+        if request.wait_ms > 0 and not any(code or data for _n, code, *_, data in asked):
+            wait_s = request.wait_ms / 1000
+            request.wait_ms = 0
+            return wait_s
+        return SimpleNamespace(topics=topics, error_code=NONE)
+
+    def _fetched(
+        self, node: int, topic: str, number: int, position: int, bytes_max: int, request: Any
+    ) -> tuple[Any, ...]:
         log = self.logs.get((topic, number))
         code, aborted, data = UNKNOWN_TOPIC, [], b""
         high, stable = -1, -1
@@ -370,12 +415,7 @@ class Cluster:
             else:
                 committed = request.isolation_level == _READ_COMMITTED
                 code, aborted, data = log.fetch(position, bytes_max, high, committed=committed)
-        if code == NONE and not data and request.wait_ms > 0:
-            wait_s = request.wait_ms / 1000
-            request.wait_ms = 0
-            return wait_s
-        found = (number, code, high, stable, 0, aborted, data)
-        return SimpleNamespace(topics=[(topic, [found])], error_code=NONE)
+        return number, code, high, stable, 0, aborted, data
 
     def lead(self, log: Log, node: int, learns_s: float = 0.0) -> None:
         """Make a broker the leader of a log; for a while it shows only a part of it."""
@@ -604,6 +644,10 @@ class Cluster:
         left.remove(name)
         if not left:
             known.state = "complete commit" if commit else "complete abort"
+
+
+def _never(*_: object) -> bool:
+    return False
 
 
 FIRST_PORT = 9000

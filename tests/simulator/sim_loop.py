@@ -15,6 +15,7 @@ import heapq
 import inspect
 import itertools
 import logging
+import os
 import random
 import secrets
 import sys
@@ -101,6 +102,10 @@ def _nothing() -> None:
     return None
 
 
+def _refuse_files(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("this run has no databases")
+
+
 PROCESS: contextvars.ContextVar[Process] = contextvars.ContextVar("PROCESS")
 """Whose callback runs."""
 
@@ -136,6 +141,8 @@ class SimLoop(asyncio.BaseEventLoop):
         self.steps = 0
         self.tasks: list[_Task] = []
         self.troubles: list[str] = []
+        self.connect: Callable[..., Any] = _refuse_files
+        """Opens what would be a file of SQLite."""
         _Task._numbers = itertools.count(1)
         self.set_task_factory(self._make_task)
         self.set_exception_handler(self._note_trouble)
@@ -148,8 +155,8 @@ class SimLoop(asyncio.BaseEventLoop):
         return task
 
     def _note_trouble(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if not self._over:
-            error = context.get("exception")
+        error = context.get("exception")
+        if not (self._over or isinstance(error, asyncio.CancelledError)):
             self.troubles.append(f"{context.get('message')}: {error!r}")
 
     # --- what asyncio asks of a loop -------------------------------------------------------------
@@ -308,12 +315,31 @@ class _Time:
 
     time = staticmethod(wall_s)
 
+    @staticmethod
+    def time_ns() -> int:
+        return int(wall_s() * 1e9)
+
 
 class _Random:
     """In place of the module `random`: every process has its own numbers."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(PROCESS.get().random, name)
+
+
+class _Os:
+    """In place of the module `os`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    @staticmethod
+    def urandom(size: int) -> bytes:
+        return PROCESS.get().random.randbytes(size)
+
+    @staticmethod
+    def getpid() -> int:
+        return 1
 
 
 class _Uuid:
@@ -332,9 +358,21 @@ class _Secrets:
     def randbits(bits: int) -> int:
         return PROCESS.get().random.getrandbits(bits)
 
+    @staticmethod
+    def token_hex(size: int) -> str:
+        return PROCESS.get().random.randbytes(size).hex()
+
 
 _time, _random = _Time(), _Random()
-_MODULES: dict[Any, Any] = {time: _time, random: _random, uuid: _Uuid(), secrets: _Secrets()}
+STAND_INS: dict[Any, Any] = {
+    time: _time,
+    random: _random,
+    uuid: _Uuid(),
+    secrets: _Secrets(),
+    os: _Os(),
+}
+"""What txbroker's modules name, and what they find instead. Other parts of the simulation add to
+it."""
 _FUNCTIONS: dict[Any, Any] = {
     time.monotonic: _time.monotonic,
     time.time: _time.time,
@@ -374,7 +412,7 @@ def simulated_machine(heard: Callable[[str], None] | None = None) -> Iterator[No
     undo: list[Callable[[], None]] = []
     for module in _ours():
         for name, value in list(vars(module).items()):
-            instead = _replaced(value, _MODULES)
+            instead = _replaced(value, STAND_INS)
             if instead is not value:
                 setattr(module, name, instead)
                 undo.append(partial(setattr, module, name, value))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from aiokafka.errors import KafkaConnectionError, RequestTimedOutError
@@ -47,6 +47,8 @@ class Network:
         self.weather = Weather()
         self.cuts: set[tuple[str, int]] = set()
         self.down: set[int] = set()
+        self.prompt: frozenset[str] = frozenset()
+        """Requests that never arrive late: they are lost instead."""
         self.ghosts: dict[str, tuple[Connection, Any]] = {}
         self.note: Callable[[str], None] = lambda _: None
 
@@ -79,6 +81,59 @@ class Network:
     async def pass_message(self) -> None:
         """Wait as long as a message of the process that runs takes to arrive somewhere."""
         await asyncio.sleep(self.delay_s(PROCESS.get()))
+
+
+class Actor:
+    """What runs in a process that can be started, killed at any step, and stopped for a while.
+
+    Args:
+        name: of it, which it keeps over restarts.
+        seed: of the run.
+    """
+
+    def __init__(self, name: str, seed: str, network: Network) -> None:
+        self.name = name
+        self.lives = 0
+        self.process: Process
+        self._seed = seed
+        self._network = network
+
+    @property
+    def up(self) -> bool:
+        """Whether it runs, or is stopped and will go on."""
+        return self.lives > 0 and self.process.life is not Life.DEAD
+
+    def start(self, wall_ahead_s: float = 0.0) -> None:
+        self.lives += 1
+        self.process = Process(self.name, f"{self._seed}/{self.name}/{self.lives}")
+        self.process.wall_ahead_s = wall_ahead_s
+        self._network.note(f"{self.name}: starts, life {self.lives}")
+        self._network.loop.create_task(self._run(), context=self.process.context)
+
+    def kill(self) -> None:
+        self._network.note(f"{self.name}: killed")
+        self.process.life = Life.DEAD
+
+    def pause(self) -> None:
+        """Stop; it does not notice."""
+        self._network.note(f"{self.name}: paused")
+        self.process.life = Life.PAUSED
+
+    def resume(self) -> None:
+        self.wake(self.process)
+
+    def wake(self, process: Process) -> None:
+        """Let a process of its own go on, this one or one that was replaced."""
+        if process.life is Life.PAUSED:
+            self._network.note(f"{self.name}: goes on")
+            self._network.loop.resume(process)
+
+    def ending(self) -> Coroutine[Any, Any, None] | None:
+        """Return what lets it end in order; None: it has not begun."""
+        raise NotImplementedError
+
+    async def _run(self) -> None:
+        raise NotImplementedError
 
 
 class Connection:
@@ -118,7 +173,8 @@ class Connection:
             self._network.note(f"{process.name}: {_word(request)} lost")
             return future
         if fate < weather.lost + weather.late:
-            self._delay(request)
+            if _word(request) not in self._network.prompt:
+                self._delay(request)
             self._loop.call_later(random.random() * 0.01, self._break)
             return future
         answered = fate >= weather.lost + weather.late + weather.unanswered

@@ -7,15 +7,15 @@ own one are the reason for claims and fencing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
-from tests.simulator.sim_loop import PROCESS, Life, Process
-from tests.simulator.sim_network import Network
+from tests.simulator.sim_loop import PROCESS
+from tests.simulator.sim_network import Actor, Network
 from txbroker.checkers.base import Finder
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.runner import CheckRunner
@@ -346,11 +346,10 @@ def _ignore(*_: Any, **__: Any) -> None:
     return None
 
 
-class SimProxy:
-    """A proxy that can be started, killed at any step, and stopped for a while.
+class SimProxy(Actor):
+    """A proxy.
 
     Args:
-        name: of the proxy; it keeps it over restarts.
         finder: makes the finder of check endpoints, for the proxy's process.
     """
 
@@ -364,43 +363,19 @@ class SimProxy:
         settings: dict[str, Any],
         finder: Callable[[SimProxy], Finder],
     ) -> None:
-        self.name = name
-        self.lives = 0
-        self.process: Process
+        super().__init__(name, seed, network)
         self.broker: Broker | None = None
-        self._seed = seed
-        self._network = network
         self._group = group
         self._partitions = partitions
         self._finder = finder
         self._settings = _settings(name, tuple(settings.items()))
 
-    @property
-    def up(self) -> bool:
-        """Whether it runs, or is stopped and will go on."""
-        return self.lives > 0 and self.process.life is not Life.DEAD
-
     def start(self, wall_ahead_s: float = 0.0) -> None:
-        self.lives += 1
         self.broker = None
-        self.process = Process(self.name, f"{self._seed}/{self.name}/{self.lives}")
-        self.process.wall_ahead_s = wall_ahead_s
-        self._network.note(f"{self.name}: starts, life {self.lives}")
-        self._network.loop.create_task(self._run(), context=self.process.context)
+        super().start(wall_ahead_s)
 
-    def kill(self) -> None:
-        self._network.note(f"{self.name}: killed")
-        self.process.life = Life.DEAD
-
-    def pause(self) -> None:
-        """Stop; it does not notice."""
-        self._network.note(f"{self.name}: paused")
-        self.process.life = Life.PAUSED
-
-    def resume(self) -> None:
-        if self.process.life is Life.PAUSED:
-            self._network.note(f"{self.name}: goes on")
-            self._network.loop.resume(self.process)
+    def ending(self) -> Coroutine[Any, Any, None] | None:
+        return None if self.broker is None else self.broker.close()
 
     async def _run(self) -> None:
         events: Any = _Unheard()

@@ -1,6 +1,7 @@
-"""Try seeds in a simulation, or one of them again: `python -m tests.simulator.simulate --seed N`.
+"""Try seeds in a simulation, or one of them again:
+`python -m tests.simulator.simulate --room ROOM --seed N`.
 
-Without `--seed`, runs a number of seeds from `--first` on, on all cores. Each
+Without `--seed`, runs a number of seeds of each room from `--first` on, on all cores. Each
 failure is reported with its violations. Exits with 0 if none failed, else with 1.
 """
 
@@ -15,43 +16,54 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
-from tests.simulator.sim_faults import KINDS
 from tests.simulator.sim_loop import simulated_machine
-from tests.simulator.sim_world import Report, run_seed
+from tests.simulator.sim_room import Report, Room, run_seed
 
+ROOMS = {"proxies": "Proxies", "consumers": "Consumers", "relays": "Relays"}
+"""The modules of the rooms, `sim_ROOM`, each with its class."""
 STORY_LINES = 60
 _CHUNK = 20
 
 
+def room_of(name: str) -> type[Room]:
+    """Return the room of a name. Only then is it imported: a run of one room needs no other."""
+    found: type[Room] = getattr(import_module(f"tests.simulator.sim_{name}"), ROOMS[name])
+    return found
+
+
 def describe(report: Report, lines: int = STORY_LINES) -> str:
     """Return what to know of a run that failed: its seed, its faults, the first violations."""
-    lines_out = [f"seed {report.seed} failed; its faults: {', '.join(report.faults) or 'none'}"]
+    faults = ", ".join(report.faults) or "none"
+    lines_out = [f"{report.room}: seed {report.seed} failed; its faults: {faults}"]
     for violation in report.violations[:3]:
         lines_out += violation.splitlines()[:lines]
     if len(report.violations) > 3:
         lines_out.append(f"and {len(report.violations) - 3} more violations")
-    lines_out.append(f"again, with all events: make simulate SEED={report.seed}")
+    lines_out.append(f"again, with all events: make simulate ROOM={report.room} SEED={report.seed}")
     return "\n".join(lines_out)
 
 
-def without_most(seed: int) -> list[str]:
+def without_most(room: type[Room], seed: int) -> list[str]:
     """Return the kinds of faults that a seed needs to fail; the others were left out."""
     without: set[str] = set()
-    for kind in KINDS:
-        if run_seed(seed, without=frozenset({*without, kind})).failed:
+    for kind in room.kinds:
+        if run_seed(room, seed, without=frozenset({*without, kind})).failed:
             without.add(kind)
-    return [kind for kind in KINDS if kind not in without]
+    return [kind for kind in room.kinds if kind not in without]
 
 
-def _run_some(seeds: range) -> list[Report]:
+def _run_some(part: tuple[str, range]) -> list[Report]:
+    name, seeds = part
+    room = room_of(name)
     with simulated_machine():
-        return [run_seed(seed) for seed in seeds]
+        return [run_seed(room, seed) for seed in seeds]
 
 
 @contextmanager
-def _reports(seeds: range, jobs: int) -> Iterator[Iterator[Report]]:
-    parts = [seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK)]
+def _reports(name: str, seeds: range, jobs: int) -> Iterator[Iterator[Report]]:
+    parts = [(name, seeds[at : at + _CHUNK]) for at in range(0, len(seeds), _CHUNK)]
     if jobs == 1:
         yield (report for part in parts for report in _run_some(part))
         return
@@ -59,16 +71,16 @@ def _reports(seeds: range, jobs: int) -> Iterator[Iterator[Report]]:
         yield (report for some in pool.imap(_run_some, parts) for report in some)
 
 
-def try_many(seeds: range, jobs: int, failures_max: int) -> int:
-    """Try seeds; return how many failed, after at most `failures_max` of them."""
+def try_many(name: str, seeds: range, jobs: int, failures_max: int) -> int:
+    """Try seeds of a room; return how many failed, after at most `failures_max` of them."""
     began_s = time.perf_counter()
-    tried = failed = transactions = events = 0
+    tried = failed = work = events = 0
     virtual_s = cpu_s = 0.0
     faults: Counter[str] = Counter()
-    with _reports(seeds, jobs) as reports:
+    with _reports(name, seeds, jobs) as reports:
         for report in reports:
             tried += 1
-            transactions += report.transactions
+            work += report.work
             events += report.steps
             virtual_s += report.virtual_s
             cpu_s += report.cpu_s
@@ -80,7 +92,8 @@ def try_many(seeds: range, jobs: int, failures_max: int) -> int:
                     break
     took_s = time.perf_counter() - began_s
     print(
-        f"{tried} seeds, {failed} failed; {transactions} transactions, {faults.total()} faults, "
+        f"{name}: {tried} seeds, {failed} failed; {work} transactions or messages, "
+        f"{faults.total()} faults, "
         f"{events} events and {virtual_s:.0f} virtual seconds in {took_s:.1f} s: "
         f"{tried / took_s * 60:.0f} seeds a minute on {jobs} processes, "
         f"{tried / cpu_s * 60:.0f} a minute of one core's time"
@@ -89,49 +102,54 @@ def try_many(seeds: range, jobs: int, failures_max: int) -> int:
     return failed
 
 
-def replay(seed: int) -> int:
+def replay(room: type[Room], seed: int) -> int:
     """Run one seed and print every event; return 1 if it failed."""
     log: list[str] = []
     with simulated_machine(log.append):
-        report = run_seed(seed, log=log)
+        report = run_seed(room, seed, log=log)
         print("\n".join(log))
         if not report.failed:
             print(f"seed {seed}: all held; faults: {', '.join(report.faults) or 'none'}")
             return 0
         print(describe(report, lines=1000))
     with simulated_machine():
-        print(f"kinds of faults that it needs: {', '.join(without_most(seed)) or 'none'}")
+        needed = ", ".join(without_most(room, seed))
+        print(f"kinds of faults that it needs: {needed or 'none'}")
     return 1
 
 
-def digests(seeds: range) -> int:
+def digests(room: type[Room], seeds: range) -> None:
     """Print what stands for all events of each seed, to compare machines and versions of Python."""
     for seed in seeds:
         log: list[str] = []
         with simulated_machine(log.append):
-            run_seed(seed, log=log)
+            run_seed(room, seed, log=log)
         print(seed, len(log), hashlib.sha256("\n".join(log).encode()).hexdigest())
-    return 0
 
 
 def main() -> int:
     """Run the seeds of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--room", choices=list(ROOMS), help="this one only, instead of all")
     parser.add_argument("--seed", type=int, help="this one only, with all its events")
-    parser.add_argument("--seeds", type=int, default=1000, help="how many")
+    parser.add_argument("--seeds", type=int, default=1000, help="how many of each room")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument(
-        "--failures", type=int, default=3, help="stop after this number of failures"
+        "--failures", type=int, default=3, help="end with a room after this number of failures"
     )
     parser.add_argument("--digests", action="store_true", help="print one for each seed's events")
     given = parser.parse_args()
-    if given.seed is not None:
-        return replay(given.seed)
+    failed = 0
     seeds = range(given.first, given.first + given.seeds)
-    if given.digests:
-        return digests(seeds)
-    return 1 if try_many(seeds, given.jobs, given.failures) else 0
+    for name in [given.room] if given.room else ROOMS:
+        if given.seed is not None:
+            failed += replay(room_of(name), given.seed)
+        elif given.digests:
+            digests(room_of(name), seeds)
+        else:
+            failed += try_many(name, seeds, given.jobs, given.failures)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,30 +15,17 @@ from aiokafka.errors import KafkaError
 from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka.admin import OffsetSpec
 
-from tests.faults.consuming.exact_judge import (
-    Effect,
-    ExactJudge,
-    Kept,
-    Outcome,
-    Sample,
-    StageRun,
-    TablePosition,
-)
+from tests.faults.consuming.exact_judge import ExactJudge, Outcome, Sample
 from tests.faults.consuming.fleet import KEYS_FAIL, PARTITIONS, SESSIONS_CHANGED, Case, Fleet
-from tests.faults.consuming.instance import Exact
-from tests.faults.consuming.judge import (
-    History,
-    Place,
-    Rec,
-    Source,
-    Stored,
-    Topics,
-    Violation,
-    later_position,
-    source_of,
-    token_of,
+from tests.faults.consuming.found import (
+    effects_in,
+    kept_in,
+    sample_of,
+    sessions_of,
+    stage_runs,
 )
-from tests.faults.consuming.judge import position as read_position
+from tests.faults.consuming.instance import Exact
+from tests.faults.consuming.judge import History, Place, Stored, Topics, Violation
 from tests.faults.consuming.link import DatabaseLink
 from tests.faults.consuming.tables import CHANGES, ERRORS, FATAL, POSTGRESQL, SQLITE, Tables
 from tests.kit.database_servers import USER, DatabaseServer
@@ -181,17 +168,16 @@ class ExactFleet(Fleet):
         return await self._with_table(await super()._look())
 
     async def _with_table(self, stored: Stored) -> Sample:
-        mirror = {place: read_position(*found) for place, found in stored.offsets.items()}
-        table = {
-            place: TablePosition(token_of(text), low, mirror[place][1], later_position(low, text))
-            for place, (low, text) in stored.offsets.items()
-            if place[0] in self.sources
-        }
-        if self.tables is None and self._samples[-1:] and self._samples[-1].table.keys() - table:
+        found = sample_of(stored, self.sources)
+        if (
+            self.tables is None
+            and self._samples[-1:]
+            and self._samples[-1].table.keys() - found.table
+        ):
             raise KafkaError(f"the coordinator of {self.group} does not know all offsets yet")
-        if self.tables is not None:
-            table = await asyncio.to_thread(self.tables.positions, self.group)
-        return Sample(stored.at, mirror, table)
+        if self.tables is None:
+            return found
+        return replace(found, table=await asyncio.to_thread(self.tables.positions, self.group))
 
     async def _open(self) -> list[str]:
         if self.tables is None:
@@ -267,90 +253,26 @@ class ExactFleet(Fleet):
             effects = await self.answered(tables.effects)
             kept = await self.answered(tables.kept, self.group)
         else:
-            effects, kept = self._effects_in(topics.output), _kept_in(topics)
+            effects, kept = effects_in(topics.output, self.case.order), kept_in(topics)
+        lines = [json.loads(line) for line in self._history.open()]
         outcome = Outcome(
             topics.source,
             effects,
-            _stage_runs(self._history),
+            stage_runs(lines),
             kept,
             self._samples,
             self.case.later,
             mirrored=tables is not None,
             tries=history.tries,
             faults=history.faults,
-            sessions=_sessions(self._history),
+            sessions=sessions_of(lines),
             waits=self.case.on_failure == "wait",
             batches=bool(self.case.batch),
         )
         return history, topics, await asyncio.to_thread(ExactJudge(outcome).judge)
-
-    def _effects_in(self, output: Sequence[Rec]) -> list[Effect]:
-        """Return the effects in a topic. Those of a key are in one partition."""
-        effects = []
-        counts: dict[str, int] = {}
-        for record in sorted(output, key=lambda each: (each.partition, each.offset)):
-            found = json.loads(record.value)
-            place = (found["topic"], found["partition"])
-            lane = f"{place[0]}/{place[1]}/{record.key}" if self.case.order == "key" else ""
-            counts[lane] = counts.get(lane, 0) + bool(lane)
-            effects.append(
-                Effect(
-                    serial=record.offset,
-                    source=(*place, found["offset"]),
-                    key=record.key,
-                    value=found["value"],
-                    lane=lane,
-                    number=counts[lane],
-                    token=found["token"],
-                    owned=tuple(found["owned"]),
-                    instance=found["instance"],
-                    log=record.partition,
-                )
-            )
-        return effects
 
 
 def _database(tables: Tables) -> Database:
     if tables.kind == SQLITE:
         return SQLite(tables.url)
     return Postgres(tables.url) if tables.kind == "postgresql" else MariaDB(tables.url)
-
-
-def _kept_in(topics: Topics) -> dict[Source, Kept]:
-    """Return the messages that copies keep: dead ones, and set-aside ones without a clearance."""
-    cleared: dict[tuple[Place, str | None], int] = {}
-    for record in topics.aside:
-        source = source_of(record, "txb-cleared")
-        if source is not None:
-            at = (source[:2], record.key)
-            cleared[at] = max(cleared.get(at, -1), source[2])
-    kept = {}
-    for copies, state in ((topics.aside, "aside"), (topics.dead, "dead")):
-        for record in copies:
-            source = source_of(record, "txb-source")
-            done = cleared.get((source[:2], record.key), -1) if source is not None else 0
-            if source is not None and (state == "dead" or source[2] > done):
-                kept[source] = Kept(state, _stage_of(record), record.key)
-    return kept
-
-
-def _stage_of(record: Rec) -> int:
-    return next((int(value) for name, value in record.headers if name == "txb-stage"), 0)
-
-
-def _sessions(history: Path) -> list[tuple[Source, str]]:
-    """Return what calls saw of their sessions, by their first messages."""
-    return [
-        ((line["topic"], line["partition"], line["offset"]), line["seen"])
-        for line in map(json.loads, history.open())
-        if line["event"] == "session"
-    ]
-
-
-def _stage_runs(history: Path) -> list[StageRun]:
-    lines = [json.loads(line) for line in history.open()]
-    return [
-        StageRun(line["stage"], (line["topic"], line["partition"], line["offset"]), line["seen"])
-        for line in lines
-        if line["event"] == "stage"
-    ]

@@ -9,7 +9,6 @@ import json
 import os
 import random
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from aiokafka.errors import KafkaError
 from confluent_kafka import IsolationLevel, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import OffsetSpec
 
+from tests.faults.consuming.found import uncleared
 from tests.faults.consuming.instance import COMMIT_S, Exact, Given
 from tests.faults.consuming.judge import (
     History,
@@ -28,7 +28,6 @@ from tests.faults.consuming.judge import (
     Topics,
     Violation,
     read_history,
-    source_of,
 )
 from tests.faults.consuming.judge import position as read_position
 from tests.faults.processes import Instance, Processes
@@ -359,7 +358,7 @@ class Fleet(Processes):
             low, _ranges = read_position(*stored.get((record.topic, record.partition), (0, "")))
             if record.offset >= low:
                 left.append(f"{record.topic}-{record.partition}@{record.offset}")
-        return left or [f"key {key} of {place}" for place, key in _uncleared(asides)]
+        return left or [f"key {key} of {place}" for place, key in uncleared(asides)]
 
     def _in_transactions(self) -> list[str]:
         """Return the partitions with an open transaction: what follows in them is not read."""
@@ -409,7 +408,7 @@ class Fleet(Processes):
         access = load_kafka_access(self.bootstrap, None)
         door = KafkaConsumingDoor(KafkaSettings.from_access(access, "operator"))
         with contextlib.suppress(KafkaException, KafkaUnavailable, AssertionError):
-            keys = _uncleared(await asyncio.to_thread(self._read, self.topics.aside))
+            keys = uncleared(await asyncio.to_thread(self._read, self.topics.aside))
             await door.start()
             for (source, number), key in keys.items():
                 record = release_record(Source(*source), key.encode() if key else None, "healed")
@@ -445,17 +444,3 @@ class Fleet(Processes):
         )
         judge = Judge(history, topics, rules)
         return history, topics, await asyncio.to_thread(judge.judge)
-
-
-def _uncleared(asides: Sequence[Rec]) -> dict[tuple[tuple[str, int, int], int], str]:
-    """Return the keys that are set aside, by their first copy and its partition."""
-    left: dict[tuple[tuple[str, int], str | None], list[tuple[tuple[str, int, int], int]]] = {}
-    for record in sorted(asides, key=lambda each: (each.partition, each.offset)):
-        source = source_of(record, "txb-source")
-        if source is not None:
-            left.setdefault((source[:2], record.key), []).append((source, record.partition))
-        cleared = source_of(record, "txb-cleared")
-        if cleared is not None:
-            at = (cleared[:2], record.key)
-            left[at] = [each for each in left.get(at, []) if each[0][2] > cleared[2]]
-    return {copies[0]: key or "" for (_place, key), copies in left.items() if copies}

@@ -305,15 +305,19 @@ class ExactHandling:
 
     def _later(self, number: int) -> Callable[[Any], Any]:
         def stage(given: ReceivedMessage | list[ReceivedMessage]) -> None:
-            batch = isinstance(given, list)
+            failed: dict[str, Exception] = {}
             for message in given if isinstance(given, list) else [given]:
-                error = self._plans.stage_error(number, message)
+                lane = self._lane(message)
+                # Of a batch, those after one that failed have to wait for it.
+                error = failed.get(lane) or self._plans.stage_error(number, message)
                 if error is None:
                     self._note_stage(number, message)
-                elif batch:
-                    message.failed(error)
-                else:
+                    continue
+                if not isinstance(given, list):
                     raise error
+                message.failed(error)
+                if self._order != "none":
+                    failed[lane] = error
 
         async def waiting(given: ReceivedMessage | list[ReceivedMessage]) -> None:
             await asyncio.to_thread(stage, given)

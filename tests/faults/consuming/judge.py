@@ -191,7 +191,7 @@ class Judge:
             if source is not None:
                 self.copies[source].append(record)
         for record in topics.aside:
-            source = source_of(record, "txb-cleared")
+            source = cleared_by(record)
             if source is not None:
                 at = (source[:2], record.key or "")
                 self.cleared[at] = max(self.cleared.get(at, -1), source[2])
@@ -704,6 +704,12 @@ def source_of(record: Rec, name: str) -> Source | None:
     place, _, offset = record.headers[0][1].rpartition("@")
     topic, _, partition = place.rpartition("/")
     return topic, int(partition), int(offset)
+
+
+def cleared_by(record: Rec) -> Source | None:
+    """Return the last message of a key that a record of the aside topic clears; the number of
+    copies is 0 where a released one failed again."""
+    return source_of(record, "txb-cleared") if record.value != "0" else None
 
 
 def text(source: Source) -> str:

@@ -318,7 +318,7 @@ async def offsets_at(
     settings = client.settings
     backoff = Backoff(settings.write_timeout_s, settings.retry_backoff_s)
     found: dict[Partition, int] = {}
-    left = set(partitions)
+    left = dict.fromkeys(partitions)  # unlike a set in the same order in every process
     while left:
         by_leader: dict[int, list[Partition]] = {}
         try:
@@ -329,7 +329,7 @@ async def offsets_at(
         except KafkaUnavailable as error:
             if not is_retriable(error) or not await backoff.pause():
                 raise
-        left -= found.keys()
+        left = dict.fromkeys(partition for partition in left if partition not in found)
     none = [partition for partition, offset in found.items() if offset < 0]
     return found | (await offsets_at(client, none, LATEST, channel, isolation) if none else {})
 

@@ -1,24 +1,20 @@
-"""One run: a cluster, some proxies, clients, and the faults of the seed; then all is healed,
-everything comes to rest, and the topics are judged."""
+"""The room of proxies: a cluster, some proxies, clients, and the faults of the seed; then all is
+healed, everything comes to rest, and the topics are judged."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
-import time
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
-from msgspec import Struct, field
-
-from tests.faults.judge import End, Judge, Rec, Seen, Topics, Tx, Violation, read_log
-from tests.simulator.sim_faults import TARGET_BYTES_MAX, Faults, Shape, shape_of
-from tests.simulator.sim_kafka import Cluster
-from tests.simulator.sim_loop import START_S, Process, SimLoop, Stuck
-from tests.simulator.sim_network import Network
+from tests.faults.judge import End, Judge, Note, Rec, Seen, Topics, Tx, Violation, read_log
+from tests.simulator.sim_faults import TARGET_BYTES_MAX
+from tests.simulator.sim_loop import Process
 from tests.simulator.sim_proxy import FakeGroup, SimProxy
+from tests.simulator.sim_proxy_faults import KINDS, ProxyFaults, ProxyShape, shape_of
+from tests.simulator.sim_room import QUIET_S, Room
 from tests.simulator.sim_shop import TOPICS, Asker, Lane, Shop
 from txbroker.contract.service import PartitionState
 from txbroker.core.records import State
@@ -28,8 +24,6 @@ from txbroker.errors import TooOld
 from txbroker.proxy.partition.body_cache import BODY_LOST
 from txbroker.proxy.partition.owner import PartitionOwner
 
-QUIET_S = 150.0
-"""Time limit for coming to rest after healing, virtual seconds."""
 REMEMBERED = (
     "state",
     "offset",
@@ -48,8 +42,6 @@ REMEMBERED = (
     "kept",
 )
 """What of a transaction is a function of the log and of acknowledged turns."""
-COLLECT_EVERY = 10
-"""Runs after which garbage is collected."""
 ALONG_S = 0.4
 WORK_S = 40.0
 """How long clients run before all is healed, virtual seconds."""
@@ -63,41 +55,17 @@ SETTINGS = {
 }
 
 
-class Report(Struct):
-    """How a run ended."""
-
-    seed: int
-    shape: Shape
-    violations: list[str] = field(default_factory=list)
-    transactions: int = 0
-    faults: list[str] = field(default_factory=list)
-    steps: int = 0
-    virtual_s: float = 0.0
-    cpu_s: float = 0.0
-
-    @property
-    def failed(self) -> bool:
-        """Whether something that must hold did not."""
-        return bool(self.violations)
-
-
-class Harness:
+class Proxies(Room):
     """All that takes part in one run."""
 
-    def __init__(self, seed: int, shape: Shape, note: Callable[[str], None] | None) -> None:
-        self.shape = shape
-        self.random = random.Random(f"faults {seed}")
-        self.loop = SimLoop()
-        brokers = Process("brokers", f"{seed}/brokers")
-        self.skew_ms = [self.random.randint(-300, 300) for _ in range(3)]
-        self.cluster = Cluster(self.loop, brokers, self._broker_ms)
-        # Drawn separately, so that half of all seeds keep their events with version 1.
-        self.cluster.second = random.Random(f"kafka {seed}").random() < 0.5
-        self.network = Network(self.loop, self.cluster)
-        if note is not None:
-            self.network.note = self.cluster.note = note
+    name = "proxies"
+    kinds = KINDS
+    shape: ProxyShape
+    faults: ProxyFaults
+
+    def __init__(self, seed: int, shape: ProxyShape, note: Callable[[str], None] | None) -> None:
+        super().__init__(seed, shape, note)
         self.group = FakeGroup(self.network, shape.partitions)
-        self.main = Process("main", f"{seed}/main")
         self.along: list[Seen] = []
         self.lost: set[str] = set()
         """Transactions with deleted messages."""
@@ -107,11 +75,18 @@ class Harness:
         self.shop.frames = frames if frames.random() < 0.5 else None
         for number in range(shape.proxies):
             self.proxies.append(self._proxy(f"proxy-{number}", seed))
-        self.faults = Faults(shape, self.random, self.network, self.shop, self.proxies, self.main)
+        self.faults = ProxyFaults(
+            self.shop, shape, self.random, self.network, self.proxies, self.main, TOPICS, self._note
+        )
         self._create_topics()
 
-    def _broker_ms(self, node: int) -> int:
-        return int((START_S + self.loop.time()) * 1000) + self.skew_ms[node]
+    @classmethod
+    def of(cls, seed: int, without: frozenset[str], note: Callable[[str], None] | None) -> Proxies:
+        """See `Room.of`."""
+        return cls(seed, shape_of(seed, without), note)
+
+    def _note(self, what: str, who: str) -> None:
+        self.shop.history.notes.append(Note(self.now_s(), what, who))
 
     def _proxy(self, name: str, seed: int) -> SimProxy:
         shape = self.shape
@@ -144,6 +119,7 @@ class Harness:
     # --- the run ---------------------------------------------------------------------------------
 
     async def run(self) -> list[str]:
+        """See `Room.run`."""
         shape = self.shape
         for proxy in self.proxies:
             proxy.start()
@@ -163,12 +139,12 @@ class Harness:
         self.faults.heal()
         for task in [*lanes, *self.shop.repeats]:
             await task
-        rest = await self._settle()
+        rest = await self.settle()
         if not rest:
             rest = await self._operate() or await self._restart()
         rest = rest or await self._unaccounted()
         await asyncio.sleep(ALONG_S)
-        while not rest and any(log.stable_end < log.end for log in self.cluster.logs.values()):
+        while not rest and any(self.open_transactions()):
             # What a target refused is tried again, also at this moment.
             await asyncio.sleep(0.01)
         along.cancel()
@@ -225,7 +201,7 @@ class Harness:
             await self.loop.create_task(
                 self.shop.operate(what, id), context=self.shop.process.context
             )
-        return await self._settle()
+        return await self.settle()
 
     async def _restart(self) -> list[str]:
         """Kill and restart all proxies: recovery must restore their ledgers."""
@@ -235,7 +211,7 @@ class Harness:
         for proxy in self.proxies:
             proxy.kill()
             proxy.start(self.faults.wall_ahead_s())
-        rest = await self._settle()
+        rest = await self.settle()
         if rest:
             return rest
         after = self._remembered()
@@ -254,22 +230,8 @@ class Harness:
             for id, each in self._unsettled()
         }
 
-    async def _settle(self) -> list[str]:
-        """Wait until nothing is left to do; return the rest on timeout."""
-        until_s = self.loop.time() + QUIET_S
-        quiet = False
-        while True:
-            left = self._unrest()
-            if not left and quiet:
-                self.faults.note("quiet")
-                return []
-            # Twice: requests in flight at the first check have arrived at the second.
-            quiet = not left
-            if self.loop.time() > until_s:
-                return [f"I12: {QUIET_S:g} s after all was healed: {each}" for each in left]
-            await asyncio.sleep(1.0)
-
-    def _unrest(self) -> list[str]:
+    def unrest(self) -> list[str]:
+        """See `Room.unrest`."""
         left = []
         truncated = self._truncated()
         owned: set[int] = set(truncated)
@@ -292,11 +254,7 @@ class Harness:
             for proxy, life in self.shop.served.values()
             if proxy.up and proxy.lives == life
         )
-        left.extend(
-            f"{name[0]}-{name[1]}: a transaction is open at {log.stable_end}"
-            for name, log in self.cluster.logs.items()
-            if log.stable_end < log.end
-        )
+        left.extend(self.open_transactions())
         nobodys = set(range(self.shape.partitions)) - owned
         return left + [f"half partition {number} has no owner" for number in sorted(nobodys)]
 
@@ -316,6 +274,10 @@ class Harness:
         if to_write or to_remove:
             yield f"copies to be written {to_write}, to be removed {to_remove}"
 
+    def work(self) -> int:
+        """See `Room.work`."""
+        return len(read_log(self.topics()))
+
     # --- the judgement ---------------------------------------------------------------------------
 
     def topics(self) -> Topics:
@@ -330,19 +292,15 @@ class Harness:
         )
 
     def _records(self, topic: str, *, committed: bool) -> list[Rec]:
-        return [
-            _rec(topic, number, record)
-            for (name, number), log in self.cluster.logs.items()
-            if name == topic
-            for record in log.records(committed=committed)
-        ]
+        found = self.records(topic, committed=committed)
+        return [_rec(topic, number, record) for number, record in found]
 
     async def _read_along(self) -> None:
         """Read the targets while things happen, as a `read_committed` consumer."""
         positions = {name: 0 for name in self.cluster.logs if name[0] in TOPICS}
         while True:
             await asyncio.sleep(ALONG_S)
-            at = self.shop.now_s()
+            at = self.now_s()
             for name, start in positions.items():
                 log = self.cluster.logs[name]
                 stop = log.stable_end
@@ -399,36 +357,3 @@ def _rec(topic: str, number: int, record: Any) -> Rec:
 
 def _apart(skews_ms: list[int]) -> int:
     return max(skews_ms) - min(skews_ms) + max(map(abs, skews_ms)) + 50
-
-
-def run_seed(
-    seed: int, *, without: frozenset[str] = frozenset(), log: list[str] | None = None
-) -> Report:
-    """Run one seed inside `simulated_machine`.
-
-    Args:
-        without: kinds of faults that are left out, to see which ones matter.
-        log: gets every event of the run, one line each.
-    """
-    shape = shape_of(seed, without)
-    world: Harness
-
-    def note(line: str) -> None:
-        assert log is not None
-        log.append(f"{world.loop.time():10.4f} {line}")
-
-    began_s = time.process_time()
-    world = Harness(seed, shape, None if log is None else note)
-    report = Report(seed, shape)
-    try:
-        report.violations = world.loop.run(world.run(), world.main)
-    except Stuck as error:
-        report.violations = [f"I12: {error}"]
-    report.transactions = len(read_log(world.topics()))
-    report.faults = world.faults.made
-    report.steps = world.loop.steps
-    report.virtual_s = world.loop.time()
-    if seed % COLLECT_EVERY == 0:
-        gc.collect()
-    report.cpu_s = time.process_time() - began_s
-    return report
