@@ -131,7 +131,7 @@ class Calls:
             partition=message.partition,
             offset=message.offset,
             key=message.key.decode() if message.key is not None else None,
-            place=message.work.owner.place,
+            place=message.feed.partition.place,
             token=message.token,
             attempt=message.attempt,
         )
@@ -236,7 +236,7 @@ class ExactHandling:
             "offset": message.offset,
             "value": instructions(message)["n"],
             "token": message.token,
-            "owned": message.work.owner.place,
+            "owned": message.feed.partition.place,
             "instance": self._name,
         }
         return json.dumps(effect).encode()
