@@ -34,7 +34,7 @@ class MessageState(StrEnum):
     GATED = "gated"
     READY = "ready"
     DELAYED = "delayed"
-    IN_FLIGHT = "in flight"
+    IN_FLIGHT = "in_flight"
     COPYING = "copying"
     SENT = "sent"
     WITHHELD = "withheld"
