@@ -170,7 +170,7 @@ lint: $(VENV)/.dev ## Check style and types
 
 .PHONY: check
 check: $(VENV)/.dev ## Check limits, words, links, docs and the public surface (10 seconds)
-	@$(PYTEST) -q tests/lint
+	@$(PYTEST) -q tests/lint -p no:schemathesis --ignore tests/lint/test_rules_table.py
 
 .PHONY: docs
 docs: $(VENV)/.dev ## Renew the reference pages, the dashboard, and schema and table of the chart's values, which code makes

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from tests.kit.logs import START_MS, half_of, id_of, marker_of, new_ledger
+from tests.kit.logs import START_MS, half_of, id_of, marker_of, new_ledger, with_fields
 from tests.kit.memory import MemoryHarness
 from tests.kit.service import FakeEndpoint, Service
 from tests.security.installation import TABLES, TOKENS, Installation
@@ -247,7 +247,7 @@ OWN = ("half", "op", "checkpoint", "parked", "groups", "audit")
 
 def templates() -> list[Record]:
     half = half_of(id_of(1), Message("t", b"k", b"v", (("h", b"x"),), 0, 7), Message("u", None))
-    half = structs.replace(
+    half = with_fields(
         half,
         messages=tuple(structs.replace(each, partition=0) for each in half.messages),
         order_key="o",

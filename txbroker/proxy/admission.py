@@ -273,21 +273,22 @@ class Admission:
         request: Request,
         convert: Callable[[TransactionStatus], T],
         trace: TraceContext | None = None,
-    ) -> "asyncio.Future[T]":
-        """Admit a call and carry it out; return the future of its converted status.
+    ) -> Awaitable[T]:
+        """Admit a call and carry it out; return its converted status, to be awaited: a future, or
+        a coroutine if it waits more than once.
 
         Args:
             trace: the caller's context, for messages without one.
 
         Raises:
-            RequestError: as `admit`. Other errors are those of the future.
+            RequestError: as `admit`. Other errors are raised where the result is awaited.
         """
         self.admit(principal, request)
         if isinstance(request, DecideRequest):
             if not (request.group or principal.groups.everything):
-                return asyncio.ensure_future(self._decide_own(principal, request, convert))
+                return self._decide_own(principal, request, convert)
         elif tracing.is_on():
-            return asyncio.ensure_future(self._submit_in_span(request, convert, trace))
+            return self._submit_in_span(request, convert, trace)
         return self._batcher.submit(request, convert)
 
     async def _decide_own(

@@ -458,7 +458,6 @@ def _sending(node: int) -> Iterator[None]:
     except IncompatibleBrokerVersion as error:
         raise ConfigurationError(f"this Kafka version is too old: {error}") from None
     except NotImplementedError:
-        # Raised by the library when broker and client have no common version.
         raise KafkaRefused(Code.UNSUPPORTED_VERSION) from None
     except (OSError, KafkaError) as error:
         raise NotSent(f"broker {node}: {error}") from None

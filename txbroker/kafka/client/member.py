@@ -95,7 +95,7 @@ class Member(Generic[A]):
         """The newest generation, for heartbeats; its assignment may be on its way."""
         self._client = client
         self._group = group
-        self._instance: Any = instance  # the library's types leave out None
+        self._instance = instance
         self._protocol = protocol
         self._session_ms = round(session_s * 1000)
         # The coordinator answers when all members have joined, or after the session timeout.

@@ -116,7 +116,7 @@ class Producer:
         self._client = client
         self._settings = client.settings
         self._channel = channel
-        # Any, because the library's types lack the null that Kafka takes.
+        # Any: what needs a coordinator is called only with an id.
         self._transactional_id: Any = transactional_id
         self._shared = shared if transactional_id is None else None
         self._protocol = TXN_V1
