@@ -8,7 +8,6 @@ import contextlib
 import json
 import random
 import sqlite3
-import sys
 from base64 import b64decode
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -189,7 +188,7 @@ class _Plans(Plans):
         return self._room.faults.healed
 
     def takes_s(self, messages: Sequence[Any]) -> float:
-        """Return how long a call takes: what is one step takes no time."""
+        """Return how long a call takes: one in a single step takes no time."""
         return 0.0 if self._room.shape.store == "sqlite" else super().takes_s(messages)
 
 
@@ -329,7 +328,7 @@ class Consumers(Room):
         """Processes that are to end in order."""
         self.tables = SimTables(lambda: self.databases.quiet("results")) if shape.rows else None
         self._draw = random.Random(f"messages {seed}")
-        self._delays = _delay(DELAYS_S)
+        self.limit("DELAYS_S", DELAYS_S)
         self._produced = 0
         self.cluster.create(TOPIC, shape.partitions, append_time=False)
         self.cluster.create(OUTPUT, 2, append_time=False)
@@ -350,9 +349,8 @@ class Consumers(Room):
 
     def close(self) -> None:
         """See `Room.close`."""
+        super().close()
         self.databases.close()
-        for module, delays in self._delays:
-            module.DELAYS_S = delays
 
     def work(self) -> int:
         """See `Room.work`."""
@@ -653,15 +651,3 @@ class Consumers(Room):
                 )
                 for number, topic, key, body, headers in rows
             ]
-
-
-def _delay(delays_s: tuple[float, ...]) -> list[tuple[Any, tuple[float, ...]]]:
-    """Let messages wait shorter for their next attempts; return what was there before."""
-    before = [
-        (module, module.DELAYS_S)
-        for name, module in list(sys.modules.items())
-        if name.startswith("txbroker.") and hasattr(module, "DELAYS_S")
-    ]
-    for module, _ in before:
-        module.DELAYS_S = delays_s
-    return before

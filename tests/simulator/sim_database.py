@@ -88,7 +88,7 @@ class Databases:
     def quiet(self, path: Any, *, factory: Any = sqlite3.Connection) -> Any:
         """Open a connection that no fault befalls, for the judge and operators."""
         name = f"file:/{self._run}/{os.path.basename(path)}?vfs=memdb"
-        if name not in self._anchors:  # it holds what is in the memory
+        if name not in self._anchors:  # it holds the data
             self._anchors[name] = sqlite3.connect(name, uri=True)
         return sqlite3.connect(name, uri=True, isolation_level=None, timeout=0, factory=factory)
 

@@ -172,18 +172,23 @@ class Faults:
         self._later(until_s, actor.resume)
 
     def _replaced(self, until_s: float) -> str:
-        """Start an actor's successor while the old one is stopped, or runs: it goes on later."""
+        """Start an actor's successor while the old one is stopped, or reaches databases only."""
         actor = self._some_actor()
         if actor is None or actor.process.life is Life.PAUSED:
             return ""
-        old, asleep = actor.process, self._random.random() < 0.7
+        old, asleep = actor.process, self._random.random() < 0.6
         if asleep:
             actor.pause()
+        old.name = f"{actor.name}~"
+        pairs = {(old.name, node) for node in self._cluster.nodes if not asleep}
+        self._network.cuts |= pairs
         self._zombies.append(old)
         actor.start(self.wall_ahead_s())
         if asleep:
             self._later(until_s, actor.wake, old)
-        return f"{actor.name}, {'stopped' if asleep else 'running'}"
+        else:
+            self._later(until_s, self._network.cuts.difference_update, pairs)
+        return f"{actor.name}, {'stopped' if asleep else 'cut off'}"
 
     def _cut(self, until_s: float) -> str:
         actor = self._random.choice(self._actors)

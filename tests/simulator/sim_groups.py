@@ -1,7 +1,7 @@
 """What consumers and relays ask of Kafka beside logs: groups of members, their offsets, and topics.
 
-A group has the two barriers of Kafka's classic protocol, and static members. Its offsets are a log
-of their own: its leader coordinates the group, and transactions end in it as in any other, so that
+A group has the two barriers of Kafka's classic protocol, and static members. Its offsets are a
+separate log: its leader coordinates the group, and transactions end in it as in any other, so that
 offsets of an open transaction are not stable.
 """
 
@@ -54,7 +54,7 @@ class OffsetsLog(Log):
         self.end += 1
 
     def _take(self, stored: dict[Name, tuple[int, Offset]]) -> None:
-        # What was stored later counts, though its transaction may have ended before.
+        # The later one in the log counts, though its transaction may have ended before.
         for name, (at, offset) in stored.items():
             if self._stored.get(name, -1) < at:
                 self._stored[name], self.offsets[name] = at, offset

@@ -123,7 +123,7 @@ class Actor:
         self.wake(self.process)
 
     def wake(self, process: Process) -> None:
-        """Let a process of its own go on, this one or one that was replaced."""
+        """Let one of its processes go on, also one that was replaced."""
         if process.life is Life.PAUSED:
             self._network.note(f"{self.name}: goes on")
             self._network.loop.resume(process)

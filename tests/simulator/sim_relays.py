@@ -39,6 +39,8 @@ LOOK_S = 0.2
 LEASE_S = 2.0
 PIECE, PAGE = 2, 3
 """Messages of a piece, and transactions of a delivery of a stream, at most."""
+LIMITS = {"_ROWS": 4, "_PIECE_ROWS": 2, "_DELIVERY_BYTES": 1500}
+"""In half of all runs: a transaction may be larger than a delivery."""
 HELD_S = 3.0
 """How long a stream waits for a reader that is gone."""
 KINDS = (
@@ -297,6 +299,9 @@ class Relays(Room):
         self.txns: list[Txn] = []
         self.samples: list[Sample] = []
         self._draw = random.Random(f"business {seed}")
+        if self._draw.random() < 0.5:
+            for name, value in LIMITS.items():
+                self.limit(name, value, "txbroker.relay.outbox_source")
         self._positions = itertools.count(1)
         self.cluster.create(TOPIC, shape.partitions, append_time=False)
         self.relays = [SimRelay(f"relay-{n}", self, str(seed)) for n in range(shape.relays)]
@@ -312,6 +317,7 @@ class Relays(Room):
 
     def close(self) -> None:
         """See `Room.close`."""
+        super().close()
         self.databases.close()
 
     def work(self) -> int:

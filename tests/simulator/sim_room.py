@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -73,6 +74,7 @@ class Room:
         if note is not None:
             self.network.note = self.cluster.note = note
         self.main = Process("main", f"{seed}/main")
+        self._limits: list[tuple[Any, str, Any]] = []
 
     @classmethod
     def of(cls, seed: int, without: frozenset[str], note: Callable[[str], None] | None) -> Room:
@@ -94,11 +96,20 @@ class Room:
         """Return how many transactions or messages there were."""
         raise NotImplementedError
 
+    def limit(self, name: str, value: Any, of: str = "txbroker.") -> None:
+        """Give a constant another value until `close`: in each module of txbroker that knows it."""
+        for module_name, module in list(sys.modules.items()):
+            if module_name.startswith(of) and hasattr(module, name):
+                self._limits.append((module, name, getattr(module, name)))
+                setattr(module, name, value)
+
     def close(self) -> None:
-        """Let go of what is no memory of Python's."""
+        """Undo changes outside of this run."""
+        for module, name, value in self._limits:
+            setattr(module, name, value)
 
     def unrest(self) -> list[str]:
-        """Return what is left to do."""
+        """Return the work that is left."""
         raise NotImplementedError
 
     async def settle(self) -> list[str]:

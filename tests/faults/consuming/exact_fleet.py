@@ -177,7 +177,8 @@ class ExactFleet(Fleet):
             raise KafkaError(f"the coordinator of {self.group} does not know all offsets yet")
         if self.tables is None:
             return found
-        return replace(found, table=await asyncio.to_thread(self.tables.positions, self.group))
+        table = await asyncio.to_thread(self.tables.positions, self.group)
+        return replace(found, at=time.monotonic(), table=table)
 
     async def _open(self) -> list[str]:
         if self.tables is None:

@@ -7,6 +7,7 @@ It imports nothing of txbroker, and reads tables by their documented columns.
 | E1 | a message has one effect if its stored position says so and it is not kept as failed |
 | E2 | the effects of a lane are in offset order, by the order of their commits |
 | E3 | tokens never fall, neither those of effects nor the stored ones; nor does a position |
+| E3 | no call that begins after a higher token was in the table has an effect |
 | E4 | later stages follow an effect at least once and in order; none is lost |
 | E5 | the copy of a position in Kafka is never ahead of the position |
 | E6 | in the end all of each topic is done, under its name |
@@ -98,7 +99,7 @@ class TablePosition:
 
 @dataclass(frozen=True)
 class Sample:
-    """The stored positions at a time: first the copy in Kafka was read, then the table.
+    """The stored positions before a time: first the copy in Kafka was read, then the table.
 
     Attributes:
         mirror: offsets and done ranges in Kafka.
@@ -163,7 +164,7 @@ class ExactJudge:
         """Return the broken rules."""
         rules = (
             *(self._once, self._order, self._tokens, self._stages, self._mirror, self._ends),
-            *(self._sessions, self._innocent, self._late),
+            *(self._sessions, self._innocent, self._late, self._replaced),
         )
         return list(dict.fromkeys(violation for rule in rules for violation in rule()))
 
@@ -241,6 +242,27 @@ class ExactJudge:
                 stored[place] = now
             for place in stored.keys() - sample.table.keys():
                 yield Violation("E3", f"{place[0]}-{place[1]}", "its stored position is gone")
+
+    def _replaced(self) -> Iterator[Violation]:
+        """No effect is of a call that began after a higher token was seen in the table. In Kafka an
+        owner may raise it itself, so that no two commits store the same."""
+        if not self._outcome.mirrored:
+            return
+        begins: dict[tuple[Source, int], Try] = {}
+        for each in self._tries:
+            if each.effect:
+                begins.setdefault((each.source, each.token), each)
+        higher: dict[Place, dict[int, float]] = defaultdict(dict)
+        for sample in self._outcome.samples:
+            for place, now in sample.table.items():
+                higher[place].setdefault(now.token, sample.at)
+        for effect in self._outcome.effects:
+            call = begins.get((effect.source, effect.token))
+            seen = higher[call.place] if call is not None else {}
+            late = [token for token, at in seen.items() if token > effect.token and call.begin > at]
+            if late:
+                why = f"begun and stored with token {effect.token}, after {late[0]} was stored"
+                yield Violation("E3", text(effect.source), f"{why}: {effect.instance}")
 
     # --- E4 ----------------------------------------------------------------------------------
 

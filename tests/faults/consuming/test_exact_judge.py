@@ -68,7 +68,7 @@ class Run:
             PLACE: TablePosition(token, low, ranges, later, done),
             ("returns", 0): TablePosition(1, 6),
         }
-        at = float(len(self.samples))
+        at = 10.0 + len(self.samples)  # after the calls
         self.samples.append(Sample(at, {PLACE: (mirror, list(mirror_ranges))}, table))
 
     def last(self, low: int, **others: frozenset[int] | tuple[tuple[int, int], ...]) -> None:
@@ -295,6 +295,12 @@ def position_falls(run: Run) -> None:
     run.samples.insert(2, replace(run.samples[0], mirror={}))
 
 
+def replaced_owner(run: Run) -> None:
+    run.sample(2, 6, mirror=6)  # another owner has claimed, and then the old one goes on
+    last = ("orders", 0, 5)
+    run.tries[-1] = Try(last, PLACE, 1, "b", "c1", 20.0, 20.5, "ok")
+
+
 def position_gone(run: Run) -> None:
     run.samples.insert(1, replace(run.samples[0], mirror={}, table={}))
 
@@ -395,7 +401,7 @@ CRIMES: dict[str, list[Callable[[Run], None]]] = {
         *(stage_kept_without_effect, of_another_message, unknown_message),
     ],
     "E2": [out_of_order, uncounted],
-    "E3": [token_falls, stored_token_falls, position_falls, position_gone],
+    "E3": [token_falls, stored_token_falls, position_falls, position_gone, replaced_owner],
     "E4": [
         *(stage_swallowed, stage_before_effect, stages_reversed),
         *(stages_of_a_key_reversed, stage_without_effect),
