@@ -333,7 +333,7 @@ class Proxies(Room):
 
     def _counts(self, violation: Violation) -> bool:
         """Return whether a rule must hold although half messages were deleted: nothing
-        is doubled, and no answer is wrong; but what is lost, or stands still, does not end."""
+        is doubled, and no answer is wrong; but a loss, or a standstill, does not end."""
         id = violation.id
         excused = id in self.lost or (parse_id(id).partition in self._truncated() if id else False)
         return not (excused and violation.invariant in ("I1", "I6", "I7", "I12"))
