@@ -134,3 +134,32 @@ async def test_stage_that_fails_for_one_message_of_a_batch(world: World, shop: S
         await until(lambda: len(calls) == 2)
     assert calls == [["1", "2"], ["1"]]
     assert sorted(shop.results) == ["1", "2"]
+
+
+@pytest.mark.parametrize("store", ["none", "database"])
+async def test_stages_of_a_batch_keep_the_order_of_a_key(
+    world: World, shop: Shop, store: str
+) -> None:
+    """After a message that failed, later ones of its key wait, also for their next stages."""
+    calls: list[list[str]] = []
+
+    async def first(messages: list[ReceivedMessage]) -> None:
+        calls.append(["first", *map(text, messages)])
+
+    async def second(messages: list[ReceivedMessage]) -> None:
+        calls.append(["second", *map(text, messages)])
+        for message in messages:
+            if text(message) == "1" and len(calls) < 3:
+                message.failed(BUG)
+
+    async def third(messages: list[ReceivedMessage]) -> None:
+        calls.append(["third", *map(text, messages)])
+
+    world.produce("a=1", "a=2", "b=3")
+    batch = {"batch": 3, "max_wait_s": 0.2, "then": [second, third]}
+    handler, options = (Booking(shop), shop.options) if store == "database" else (first, {})
+    async with world.running(handler, order="key", run=batch, **options):
+        await until(lambda: sum(each[0] == "third" for each in calls) >= 2)
+    later = [each for each in calls if each[0] != "first"]
+    assert later[:2] == [["second", "1", "2", "3"], ["third", "3"]]
+    assert [value for each in later[2:] for value in each[1:]] == ["1", "2", "1", "2"]

@@ -254,13 +254,13 @@ class Workers:
             by = engine.call_of(messages[0])
             reports = None if by is None else by.reports
             failed = {} if reports is None else reports  # it grows while the stages run
-            for message in fresh if first is None else ():
-                message.stage = int(failed.get(message) is None)
+            for message in _passed(fresh, failed) if first is None else ():
+                message.stage = 1
             for number, stage in enumerate(later, 1):
-                if due := [message for message in messages if message.stage == number]:
+                if due := [each for each in _passed(messages, failed) if each.stage == number]:
                     await stage(due if is_batch else argument)
-                for message in due:
-                    message.stage += failed.get(message) is None
+                for message in _passed(due, failed):
+                    message.stage += 1
 
         return call
 
@@ -506,6 +506,19 @@ class _Worker(HandlerCall):
             if result is not None and (divided or not isinstance(result, RolledBack)):
                 lanes.add(message.lane)
             yield message, result
+
+
+def _passed(
+    messages: Sequence[ReceivedMessage], failed: Mapping[ReceivedMessage, BaseException | None]
+) -> list[ReceivedMessage]:
+    """Return the messages that have not failed, and follow none in its lane that has."""
+    lanes, passed = set(), []
+    for message in messages:
+        if failed.get(message) is not None:
+            lanes.add(message.lane)
+        elif message.lane is None or message.lane not in lanes:
+            passed.append(message)
+    return passed
 
 
 def is_coroutine_function(handler: object) -> bool:
