@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from txbroker.core.records import Record
 from txbroker.door.consuming import Partition
 from txbroker.door.writing import Copy, Fenced, Refused
 from txbroker.errors import InvariantBroken, KafkaUnavailable
-from txbroker.kafka.client.client import GROUP, Client
+from txbroker.kafka.client.client import GROUP, Client, Unanswered
 from txbroker.kafka.client.producer import Producer
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
@@ -110,13 +111,14 @@ class World:
         self.at: Partition = (harness.name("orders"), 0)
         self.dead = harness.name("dead")
 
-    def offsets(self, member: Any = None) -> CommittedOffsets:
-        return CommittedOffsets(self.client, self.group, member or Member(self.client, self.group))
+    def offsets(self, member: Any = None, *, exact: bool = False) -> CommittedOffsets:
+        member = member or Member(self.client, self.group)
+        return CommittedOffsets(self.client, self.group, member, exact=exact)
 
-    async def member(self) -> tuple[Member, CommittedOffsets]:
+    async def member(self, *, exact: bool = False) -> tuple[Member, CommittedOffsets]:
         member = Member(self.client, self.group)
         await member.join()
-        return member, self.offsets(member)
+        return member, self.offsets(member, exact=exact)
 
     def copy(self, value: bytes = b"copy", partition: int = 0) -> Copy:
         return Copy(self.dead, partition, Record(b"k", value))
@@ -238,6 +240,33 @@ async def test_old_generation_commits_nothing(both: World, copies: bool) -> None
     await offsets.commit({both.at: StoredOffset(21, "")}, [both.copy(b"later")])
     assert await both.stored() == StoredOffset(21, "")
     assert await both.copies() == [b"later"]
+
+
+@pytest.mark.rule(46)
+@pytest.mark.parametrize("exact", [False, True])
+async def test_late_commit_of_an_exact_member_moves_no_offset_back(
+    both: World, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client has given it up, or sent it again, and its generation goes on."""
+    sent: list[tuple[Any, ...]] = []
+    ask = both.client.ask
+
+    async def unanswered_once(node: int, request: Any, *how: Any) -> Any:
+        answer = await ask(node, request, *how)
+        if "OffsetCommit" in type(request).__name__:
+            sent.append((node, request, *how))
+            if len(sent) == 1:
+                raise Unanswered("the connection was lost")
+            await ask(*sent[0])  # also while a later transaction is open
+        return answer
+
+    monkeypatch.setattr(both.client, "ask", unanswered_once)
+    _member, offsets = await both.member(exact=exact)
+    with contextlib.suppress(KafkaUnavailable):
+        await offsets.commit({both.at: StoredOffset(10, "")})
+    await offsets.load([both.at])
+    await offsets.commit({both.at: StoredOffset(30, "")})
+    assert await both.stored() == StoredOffset(30 if exact else 10, "")
 
 
 async def test_without_generation_a_zombie_moves_the_offset_back(both: World) -> None:

@@ -145,7 +145,10 @@ class Consumer:
             instance = settings.instance
             if instance is not None and settings.readers > 1:
                 instance = f"{instance}-{number}"
-            source = member = self._door.member(settings.group, instance, reader, **settings.timing)
+            exact = settings.traits.exact and self._stores.in_group
+            source = member = self._door.member(
+                settings.group, instance, reader, exact=exact, **settings.timing
+            )
         self._stack.push_async_callback(source.close)
         self._stack.push_async_callback(reader.close)
         reader.start(source, self._stores.of(member), self._stores.asides())

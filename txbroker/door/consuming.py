@@ -225,12 +225,20 @@ class ConsumingDoor(Protocol):
         """
 
     def member(
-        self, group: str, instance: str | None, listener: MemberListener, **timing: Any
+        self,
+        group: str,
+        instance: str | None,
+        listener: MemberListener,
+        *,
+        exact: bool = False,
+        **timing: Any,
     ) -> GroupMember:
         """Return a member that has not started.
 
         Args:
             instance: a static member's instance id, unique in the group; None: a dynamic member.
+            exact: offsets are committed in Kafka transactions alone: a commit that arrives late
+                moves no offset back.
             timing: `session_s`, `heartbeat_s`, `lease_s`.
         """
 

@@ -183,7 +183,13 @@ class MemoryConsumingDoor:
         )
 
     def member(
-        self, group: str, instance: str | None, listener: MemberListener, **timing: Any
+        self,
+        group: str,
+        instance: str | None,
+        listener: MemberListener,
+        *,
+        exact: bool = False,
+        **timing: Any,
     ) -> GroupMember:
         return MemoryMember(
             self._home, self._kafka, group, instance, listener, MemoryTiming(**timing)

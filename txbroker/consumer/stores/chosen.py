@@ -72,6 +72,11 @@ class Stores:
             stores._shared = OwnPositions(store, door, group)
         return stores
 
+    @property
+    def in_group(self) -> bool:
+        """Whether positions are the group's offsets."""
+        return self._shared is None
+
     def of(self, member: GroupMember | None) -> Store:
         """Return the store of a reader.
 

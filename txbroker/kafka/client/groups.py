@@ -16,6 +16,7 @@ from txbroker.kafka.client.client import (
     GROUP,
     Client,
     KafkaRefused,
+    Unanswered,
     coordinator_moved,
     is_retriable,
 )
@@ -43,10 +44,16 @@ _CONSUMERS = ("consumer", "")
 """Protocol types of consumers' groups; groups that have only offsets have none."""
 
 
-async def ask_group(client: Client, group: str, request: Request, backoff: Backoff) -> Any:
+async def ask_group(
+    client: Client, group: str, request: Request, backoff: Backoff, *, again: bool = True
+) -> Any:
     """Ask a group's coordinator until it answers as the coordinator.
 
+    Args:
+        again: send a request again that was not answered.
+
     Raises:
+        Unanswered: only without `again`.
         KafkaUnavailable: no coordinator before the deadline.
     """
     while True:
@@ -60,6 +67,8 @@ async def ask_group(client: Client, group: str, request: Request, backoff: Backo
         except KafkaUnavailable as error:
             if coordinator_moved(error):
                 client.forget_coordinator(GROUP, group)
+            if isinstance(error, Unanswered) and not again:
+                raise
             if not is_retriable(error) or not await backoff.pause():
                 raise
 
@@ -74,12 +83,18 @@ def error_codes(answer: Any) -> frozenset[int]:
 
 
 async def store_offsets(
-    client: Client, stored: GroupOffsets, make: Callable[..., Request], backoff: Backoff
+    client: Client,
+    stored: GroupOffsets,
+    make: Callable[..., Request],
+    backoff: Backoff,
+    *,
+    again: bool = True,
 ) -> None:
     """Send offsets until they are stored.
 
     Args:
         make: makes the request of group, generation, member id, instance id and topics.
+        again: see `ask_group`.
 
     Raises:
         Fenced: the member's generation has ended, or another process uses its instance id.
@@ -95,7 +110,7 @@ async def store_offsets(
         generation, member_id = (-1, "") if me is None else (me.generation, me.member_id)
         instance = None if me is None else me.instance
         request = make(group, generation, member_id, instance, topics)
-        codes = error_codes(await ask_group(client, group, request, backoff))
+        codes = error_codes(await ask_group(client, group, request, backoff, again=again))
         if not codes:
             return
         code = min(codes)

@@ -140,6 +140,12 @@ class Producer:
         """The negotiated version of the transaction protocol."""
         return self._protocol.number
 
+    @property
+    def retries_unanswered(self) -> bool:
+        """Whether a request of a transaction that was not answered may be sent again: in version 1
+        of the protocol it could arrive during a later transaction, and change that."""
+        return self._protocol.retries_unanswered
+
     # --- start -------------------------------------------------------------------------------
 
     async def start(self, backoff: Backoff) -> None:

@@ -282,7 +282,8 @@ class TransactionalWriter(Writer):
             backoff = self._backoff()
             try:
                 await producer.add_group(each.group, backoff)
-                await store_offsets(self._client, each, producer.offset_commit, backoff)
+                make, again = producer.offset_commit, producer.retries_unanswered
+                await store_offsets(self._client, each, make, backoff, again=again)
             except Fenced:
                 self._drop()
                 # If this fails, the next claim aborts it.

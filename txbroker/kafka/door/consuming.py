@@ -164,10 +164,17 @@ class KafkaConsumingDoor(ConsumingDoor):
     # --- groups ------------------------------------------------------------------------------
 
     def member(
-        self, group: str, instance: str | None, listener: MemberListener, **timing: Any
+        self,
+        group: str,
+        instance: str | None,
+        listener: MemberListener,
+        *,
+        exact: bool = False,
+        **timing: Any,
     ) -> GroupMember:
         """Return a member that has not started, see `ConsumingDoor.member`."""
-        return KafkaGroupMember(self._client, group, instance, listener, MemberTiming(**timing))
+        times = MemberTiming(**timing)
+        return KafkaGroupMember(self._client, group, instance, listener, times, exact=exact)
 
     async def groups(self) -> list[str]:
         """Return the names of all consumer groups."""

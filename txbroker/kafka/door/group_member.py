@@ -160,13 +160,15 @@ class KafkaGroupMember:
         instance: str | None,
         listener: MemberListener,
         timing: MemberTiming,
+        *,
+        exact: bool = False,
     ) -> None:
         self._instance = instance
         self._listener = listener
         self._lease_s = timing.lease_s
         self._member = ConsumerMember(client, group, instance, timing.session_s)
         self.owned = self._member.owned
-        self._offsets = CommittedOffsets(client, group, self._member.identity)
+        self._offsets = CommittedOffsets(client, group, self._member.identity, exact=exact)
         permanent = {
             code: f"group {group} {why.format(session_s=timing.session_s)}"
             for code, why in _PERMANENT.items()

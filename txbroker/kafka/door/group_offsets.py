@@ -33,13 +33,18 @@ class CommittedOffsets:
 
     Args:
         identity: of the member that commits.
+        exact: offsets are committed in transactions alone: in one generation Kafka stores the
+            offset that arrives last, also an older one, unless its transaction has ended.
     """
 
-    def __init__(self, client: Client, group: str, identity: Identity) -> None:
+    def __init__(
+        self, client: Client, group: str, identity: Identity, *, exact: bool = False
+    ) -> None:
         self._client = client
         self._settings = client.settings
         self._group = group
         self._identity = identity
+        self._exact = exact
         self._writer = group_writer(client, group)
         self._turn = asyncio.Lock()
         """Of the writer: a claim would abort the transaction in flight."""
@@ -81,7 +86,7 @@ class CommittedOffsets:
             KafkaUnavailable: the result is unknown. It is known before the next `load` returns.
         """
         stored = GroupOffsets(self._group, offsets, self._identity)
-        if not copies:
+        if not (copies or self._exact):
             await store_offsets(self._client, stored, _offset_commit, self._backoff())
             return
         async with self._turn:
