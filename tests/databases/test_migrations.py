@@ -22,6 +22,7 @@ from sqlalchemy.pool import NullPool
 from tests.databases.callers import ASYNC_DRIVERS, engine, engine_url
 from tests.databases.places import Place, connect, django_alias, run, sqlite_place
 from tests.kit.database_servers import DatabaseServer
+from tests.kit.processing import Doors
 from tests.kit.until import unique
 from txbroker.cli.main import cli
 from txbroker.consumer import Consumer, InDatabase
@@ -179,7 +180,7 @@ async def test_other_versions_are_refused_before_the_start(
             ):
                 with pytest.raises(ConfigurationError, match=sentence):
                     use()
-        kafka = MemoryKafka()
+        kafka = Doors.to(MemoryKafka())
         consumer = Consumer(
             kafka, group="g", topics=["orders"], mode="exactly-once", store=InDatabase(database)
         )

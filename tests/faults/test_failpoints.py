@@ -36,15 +36,22 @@ def test_failpoints_match_the_code() -> None:
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "failpoint":
-                (name,) = node.args
-                found += [str(name.value)] if isinstance(name, ast.Constant) else _of_a_log(path)
+                found += _names(node.args[0])
     assert sorted(set(found)) == sorted(POINTS)
 
 
-def _of_a_log(path: Path) -> list[str]:
-    """The moments of the three logs, whose names are put together."""
-    assert path.name == "log.py", f"{path}: the name of a moment is no constant"
-    return [name for name in POINTS if name.partition(".")[0] in ("half", "op", "snapshots")]
+def _names(name: ast.expr) -> list[str]:
+    """The moments of a call: of several logs or writers, where the name is put together."""
+    match name:
+        case ast.Constant():
+            return [str(name.value)]
+        case ast.JoinedStr(values=[_, ast.Constant(value=str(step))]):
+            return [point for point in POINTS if point.endswith(step)]
+        case ast.Attribute(attr="_sending" | "_stored"):
+            step = name.attr.replace("_", ".")
+            logs = ("half", "op", "snapshots")
+            return [log + step for log in logs if log + step in POINTS]
+    raise AssertionError(f"the name of a moment is put together: {ast.unparse(name)}")
 
 
 def test_package_never_sets_the_hook() -> None:

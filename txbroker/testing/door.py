@@ -408,12 +408,13 @@ class _Writer:
             Copy(*checkpoint, encode_progress(txn.progress)),
         ]
         last: dict[tuple[str, int], tuple[MemoryPartition, int]] = {}
-        offsets = []
         with _translated():
-            for copy in copies:
-                at = (copy.topic, copy.partition)
-                offsets.append(self._kafka.write(*at, [copy.record], transaction))
-                last[at] = self._kafka.partition(*at), offsets[-1]
+            offsets = self._kafka.write_all(copies, transaction)
+            for at, offset in {
+                (copy.topic, copy.partition): offset
+                for copy, offset in zip(copies, offsets, strict=True)
+            }.items():
+                last[at] = self._kafka.partition(*at), offset
         count = len(txn.promoted)
         return _Written(offsets[:count], offsets[count:-1], last)
 

@@ -22,7 +22,7 @@ from txbroker.door.protocols import (
     AppendRefused,
     AppendUnknown,
 )
-from txbroker.door.writing import Refused
+from txbroker.door.writing import Copy, Refused
 from txbroker.errors import KafkaUnavailable
 from txbroker.testing.groups import MemoryGroup
 from txbroker.testing.members import MemoryCoordinator
@@ -219,6 +219,26 @@ class MemoryKafka(MemoryTopics):
         if topic.log_append_time:
             records = [structs.replace(record, timestamp_ms=-1) for record in records]
         return topic.partitions[number].append(records, self.clock.now_ms(), transaction)
+
+    def write_all(self, copies: Sequence[Copy], transaction: KafkaTransaction) -> list[int]:
+        """Write records of a transaction, those of a partition together; return their offsets.
+
+        Raises:
+            Refused: with indexes in `copies`.
+            KafkaUnavailable: a partition has no leader.
+        """
+        indexes: dict[tuple[str, int], list[int]] = {}
+        for index, copy in enumerate(copies):
+            indexes.setdefault((copy.topic, copy.partition), []).append(index)
+        offsets = [0] * len(copies)
+        for at, mine in indexes.items():
+            try:
+                base = self.write(*at, [copies[index].record for index in mine], transaction)
+            except Refused as error:
+                raise Refused([mine[each] for each in error.indexes], error.cause) from None
+            for number, index in enumerate(mine):
+                offsets[index] = base + number
+        return offsets
 
     def _refusal(
         self, topic: MemoryTopic | None, name: str, number: int, records: Sequence[Record]

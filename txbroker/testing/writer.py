@@ -187,12 +187,8 @@ class MemoryWriter(Writer):
         self._pending = ()
 
     def _store(self, transaction: KafkaTransaction, copies: Sequence[Copy]) -> None:
-        for index, copy in enumerate(copies):
-            try:
-                self._kafka.write(copy.topic, copy.partition, [copy.record], transaction)
-            except Refused as error:
-                raise Refused([index], error.cause) from None
-            self._written.add((copy.topic, copy.partition))
+        self._kafka.write_all(copies, transaction)
+        self._written.update((copy.topic, copy.partition) for copy in copies)
 
     def _open(self) -> KafkaTransaction:
         """Return the open transaction, a new one if there is none."""
