@@ -18,7 +18,7 @@ TIMEOUT_S = 400
 QUICK_MUTANTS = (
     ("proxies", "own marker applied across a gap"),
     ("proxies", "`returned` on a timeout"),
-    ("consumers", "the token is not compared with a done row"),
+    ("consumers", "the position is stored in another transaction"),
     ("relays", "a replaced relay is not fenced"),
 )
 REGRESSIONS = tomllib.loads((HERE / "seeds.toml").read_text())["seed"]
