@@ -115,6 +115,7 @@ async def test_released_key_that_fails_again_stays_set_aside(
         assert handler.done == []
         # A release, and that a copy failed again, which ends it.
         await until(lambda: len(world.records("aside")) == 4 + 2)
+        await until(lambda: consumer.statistics().buffered_bytes == 0)
         world.release(b"a")
         await until(lambda: handler.done == ["bad", "1"])
         # Two releases, a clearance, and twice that a copy failed again.

@@ -79,7 +79,7 @@ class Model(RuleBasedStateMachine):
         self.end += len(keys) + gap
         fresh = self.partition.arrive(records, self.end, self.end)
         messages = [Message(record, self.partition) for record in fresh]
-        self.partition.bytes += sum(message.size for message in messages)
+        self.partition.log.bytes += sum(message.size for message in messages)
         self.partition.gate.extend(messages)
         self.state.update(dict.fromkeys(messages, GATED))
 

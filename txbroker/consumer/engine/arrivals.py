@@ -62,7 +62,7 @@ class Arrivals:
         if not messages:
             return
         partition, sizes = feed.partition, [message.size for message in messages]
-        partition.bytes += sum(sizes)
+        feed.bytes += sum(sizes)
         try:
             self._partitions.memory.take(partition, max(sizes))
         except MemoryTooSmall as error:

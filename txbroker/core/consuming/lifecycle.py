@@ -73,6 +73,7 @@ class Feed(Protocol):
 
     queue: PartitionQueue[Any]
     finished: Any
+    bytes: int
 
     def admit(self, messages: Sequence[Any]) -> None: ...
 
@@ -82,7 +83,6 @@ class Partition(Protocol):
 
     queues: Queues[Any]
     in_flight: dict[Any, Any]
-    bytes: int
 
 
 class Rule(NamedTuple):
@@ -138,7 +138,7 @@ def _finish(partition: Partition, feed: Feed, messages: Sequence[Any], _: Any) -
     in_flight, finished = partition.in_flight, feed.finished
     for message in messages:
         in_flight.pop(message, None)
-        partition.bytes -= message.size
+        feed.bytes -= message.size
         finished.append(message.record.offset)
     partition.queues.settle(feed.queue, messages)
 
@@ -171,7 +171,7 @@ def _return(partition: Partition, feed: Feed, messages: Sequence[Any], _: Any) -
 def _count_done(partition: Partition, feed: Feed, messages: Sequence[Any], _: Any) -> None:
     """The lanes have continued before."""
     for message in messages:
-        partition.bytes -= message.size
+        feed.bytes -= message.size
         feed.finished.append(message.record.offset)
 
 

@@ -36,6 +36,7 @@ class Feed:
 
     Attributes:
         finished: takes the offsets of messages that are done, in that order.
+        bytes: memory of its messages, approximately.
         is_kept: its messages are rows of a database.
         retries: its messages are attempts after the delays of the retry topic.
     """
@@ -47,6 +48,7 @@ class Feed:
         self.partition = partition
         self.queue: PartitionQueue[Any] = PartitionQueue(partition.place)
         self.finished: list[int] | deque[int] = []
+        self.bytes = 0
 
     def admit(self, messages: Sequence[Any]) -> None:
         """Messages may be handled now."""
@@ -100,7 +102,6 @@ class PartitionState:
         feeds: all feeds, the log first.
         gate: messages that have arrived and may not be handled yet, in offset order.
         in_flight: messages, and the call that has each.
-        bytes: memory of its messages, approximately.
         keeps_rows: its failed messages become rows of a database.
         dirty: its position has changed since the last commit.
         draining: no further message is handed out, it is being released.
@@ -128,7 +129,6 @@ class PartitionState:
         self.feeds: list[Feed] = [self.log]
         self.gate: deque[Any] = deque()
         self.in_flight: dict[Any, Any] = {}
-        self.bytes = 0
         self.keeps_rows = False
         self.dirty = False
         self.draining = False
@@ -187,6 +187,11 @@ class PartitionState:
         return calls
 
     # --- positions ---------------------------------------------------------------------------
+
+    @property
+    def bytes(self) -> int:
+        """Memory of its messages, approximately."""
+        return sum([feed.bytes for feed in self.feeds])
 
     def begin_start(self, messages_max: int) -> None:
         """Count this start of an owner, see `StartCount.begin`."""
@@ -256,8 +261,3 @@ class PartitionState:
     def is_stopped(self, reason: StopReason, owner: Hashable = None) -> bool:
         """Return whether it is stopped for a reason."""
         return (reason, owner) in self.log.queue.stops
-
-    @property
-    def lag(self) -> int:
-        """Offsets up to the end that are not done."""
-        return self.progress.lag(self.end)
