@@ -317,3 +317,33 @@ async def test_failed_release_ends_the_consumer(
         world.release(b"a")
         with pytest.raises(RuntimeError, match="broken"):
             await asyncio.wait_for(running, 5)
+
+
+async def test_released_key_that_fails_again_needs_no_room(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumer_failures, "KEYS_MAX", 2)
+    handler = Handler(bad=BUG, ugly=BUG)
+    world.produce("a=bad", "b=ugly", partition=0)
+    async with world.running(handler, **ASIDE | {"local_attempts_max": 1}) as consumer:
+        await keys(world, consumer, 2)
+        world.release(b"a")
+        await until(lambda: len(world.records("aside")) == 4)  # the release, and its end
+        assert handler.seen.count("bad") == 2
+        assert not counted(consumer, "aside_full")
+
+
+@pytest.mark.parametrize("batch", [0, 1, 3])
+async def test_later_messages_of_a_key_wait_for_the_copy(world: World, batch: int) -> None:
+    dead: list[tuple[str, int]] = []
+
+    async def handle(given: Any) -> None:
+        for message in given if batch else [given]:
+            dead.append((text(message), len(world.copies("dead"))))
+            if text(message) == "bad":
+                raise Reject("no")
+
+    world.produce("a=bad", "a=1", "a=2", partition=0)
+    async with world.running(handle, run={"batch": batch}, order="key"):
+        await until(lambda: {"1", "2"} <= {value for value, _ in dead})
+    assert all(stored == 1 for value, stored in dead if value != "bad")

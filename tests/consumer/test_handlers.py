@@ -449,3 +449,54 @@ async def test_asyncio_debug_mode(world: World) -> None:
             await handler.does("1", "2")
     finally:
         loop.set_debug(False)
+
+
+async def test_later_stage_does_not_begin_after_the_lease(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread goes on when its call is cancelled; the next stage does not follow it."""
+    begun, go = threading.Event(), threading.Event()
+    later: list[str] = []
+
+    def handle(_message: ReceivedMessage) -> None:
+        begun.set()
+        go.wait(10)
+
+    world.produce("a", partition=0)
+    run = {"then": [lambda message: later.append(text(message))]}
+    async with world.running(handle, run=run, order="key") as consumer:
+        await asyncio.to_thread(begun.wait)
+        monkeypatch.setattr(type(consumer._readers[0][1]), "deadline_s", 0.0)
+        await until(lambda: counted(consumer, "fenced"))
+        go.set()
+        await until(lambda: not consumer._engine.calls)
+        assert later == []
+        monkeypatch.undo()
+        await until(lambda: later == ["a"])
+
+
+async def test_reports_count_although_another_partition_was_lost(world: World) -> None:
+    """The first stage of a batch in a thread, whose first message's partition goes meanwhile."""
+    begun, go = threading.Event(), threading.Event()
+    first: list[list[str]] = []
+    later: list[str] = []
+
+    def handle(messages: list[ReceivedMessage]) -> None:
+        first.append(texts(messages))
+        if not begun.is_set():
+            begun.set()
+            go.wait(10)
+            for message in messages:
+                message.failed(ValueError("not yet"))
+
+    world.produce("a", partition=0)
+    world.produce("b", partition=1)
+    run = {"then": [lambda given: later.extend(texts(given))], "batch": 2, "max_wait_s": 0.5}
+    async with world.running(handle, run=run, order="key", in_flight_max=1) as consumer:
+        await asyncio.to_thread(begun.wait)
+        reader = consumer._readers[0][0]
+        kept, (gone,) = first[0][1], [{"a": 0, "b": 1}[first[0][0]]]
+        reader._drop(reader._partitions["orders", gone])
+        go.set()
+        await until(lambda: kept in later)
+    assert [kept] in first

@@ -482,3 +482,26 @@ async def test_first_stages_of_released_copies_are_stored_once(prices: Prices, m
         await until(lambda: consumer.statistics().aside_keys == 0)
     assert prices.prices == ["0", "1", "2", "3"]
     assert {"0", "1", "2", "3"} == set(seen)
+
+
+async def test_first_stages_are_not_repeated_after_a_gap(prices: Prices) -> None:
+    """Records that were deleted unread move the position, and no message that is ahead."""
+    waits, passed = asyncio.Event(), asyncio.Event()
+
+    async def first(message: ReceivedMessage, out: Outputs) -> None:
+        out.send(Message("prices", message.key, message.value))
+
+    async def second(message: ReceivedMessage) -> None:
+        if not waits.is_set():
+            await asyncio.Event().wait()
+        if text(message) == "3":
+            passed.set()
+
+    prices.produce("a=0", "b=1", "c=2", "d=3")
+    async with prices.running(first, run={"then": [second]}, drain_s=0.05):
+        await prices.has("0", "1", "2", "3")
+    waits.set()
+    prices.kafka.truncate("orders", 0, before=1)
+    async with prices.running(first, run={"then": [second]}, on_gap="skip"):
+        await passed.wait()
+    assert prices.prices == ["0", "1", "2", "3"]

@@ -117,9 +117,9 @@ class Positions:
             partition.progress.begin_at(Position(begin))
         elif low < begin:
             self._skip(partition, begin, _deleted(name, low, begin))
-            partition.progress.begin_at(
-                Position(begin, partition.progress.position.ranges_from(begin))
-            )
+            progress = partition.progress
+            ahead = [offset for offset in progress.ahead if offset >= begin]
+            progress.begin_at(Position(begin, progress.position.ranges_from(begin)), ahead)
 
     def _go_on_in_another(self, partition: PartitionState, name: str, low: int, begin: int) -> None:
         """Continue in a topic with another id than the stored one, at the stored offset or at its

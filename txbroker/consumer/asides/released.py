@@ -16,6 +16,7 @@ import structlog
 from txbroker.consumer.engine.loop import Engine
 from txbroker.consumer.message import ReceivedMessage, messages_of
 from txbroker.core.consuming.copies import Failed, Partition, is_original
+from txbroker.core.consuming.lifecycle import MessageState
 from txbroker.core.consuming.partition import Feed, PartitionState
 from txbroker.core.consuming.queues import StopReason
 from txbroker.core.records import Record
@@ -88,6 +89,16 @@ class KeyFeed(Feed):
     def begin(self, messages: Sequence[ReceivedMessage]) -> None:
         """Note the messages that it will have, in order."""
         self._numbers = {message: number for number, message in enumerate(messages)}
+
+    def end(self) -> int:
+        """Forget the messages; return how many of the first ones are done."""
+        done = 0
+        for message in self._numbers:
+            if message.state is not MessageState.DONE:
+                break
+            done += 1
+        self._numbers.clear()  # a cycle that the garbage collector does not see
+        return done
 
     @property
     def ended(self) -> bool:
@@ -206,8 +217,8 @@ class ReleasedKeys:
                     if not copies:
                         await self._copies.changed()
                         continue
-                    released = await self._handle_chunk(partition, key, copies)
-                    if done := copies[: len(released.finished)]:
+                    released, count = await self._handle_chunk(partition, key, copies)
+                    if done := copies[:count]:
                         await self._copies.clear(partition, key, done, released.cleared)
                     if released.gave_up:
                         await self._copies.keep(partition, key, copies[0])
@@ -225,7 +236,8 @@ class ReleasedKeys:
 
     async def _handle_chunk(
         self, partition: PartitionState, key: bytes | int, copies: Sequence[Record]
-    ) -> KeyFeed:
+    ) -> tuple[KeyFeed, int]:
+        """Return the feed of some copies, and how many of the first ones are done."""
         feed = KeyFeed(partition, key, self._copies)
         messages = messages_of(feed, self._engine, copies, _ONE_LANE)
         feed.begin(messages)
@@ -237,4 +249,5 @@ class ReleasedKeys:
             failpoint("consumer.key_handled")
         finally:
             self._engine.partitions.remove_feed(feed)
-        return feed
+            done = feed.end()
+        return feed, done

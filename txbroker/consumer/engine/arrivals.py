@@ -63,10 +63,11 @@ class Arrivals:
             return
         partition, sizes = feed.partition, [message.size for message in messages]
         feed.bytes += sum(sizes)
-        try:
-            self._partitions.memory.take(partition, max(sizes))
-        except MemoryTooSmall as error:
-            self._fail(error)
+        if feed is partition.log:
+            try:
+                self._partitions.memory.take(partition, max(sizes))
+            except MemoryTooSmall as error:
+                self._fail(error)
         if self._before:
             partition.gate.extend(messages)
             self._partitions.changed(partition, len(messages))

@@ -14,6 +14,7 @@ class HandlerCall:
     Attributes:
         collecting: it is taking a batch: no handler has begun with its messages.
         since_s: when it began, None if there is none.
+        interrupted: it was cancelled, and has not ended.
         untimed: its handler does not run: the call waits for a connection, or a commit.
         reports: results of single messages that wait for the end of their batch; None: no batch.
         outputs: copies to store with the messages' positions.
@@ -21,6 +22,7 @@ class HandlerCall:
 
     collecting = False
     since_s: float | None = None
+    interrupted = False
     untimed = False
     reports: dict[ReceivedMessage, BaseException | None] | None = None
     outputs: Sequence[Copy] = ()

@@ -75,6 +75,9 @@ class Failures:
 
     def _apply(self, message: ReceivedMessage, verdict: Verdict) -> None:
         partition = message.feed.partition
+        if isinstance(verdict, SetAside) and message.feed.fail_again():
+            partition.apply(MessageEvent.WITHHOLD, [message])
+            return
         if isinstance(verdict, SetAside) and partition.aside.count >= KEYS_MAX:
             log.error("too many set-aside keys", partition=partition.place, keys=KEYS_MAX)
             self._settlement.counts["aside_full"] += 1
@@ -86,8 +89,6 @@ class Failures:
             case Drop():
                 self._settlement.counts["dropped"] += 1
                 self._settlement.finish((message,), partition.in_flight[message], handled=False)
-            case SetAside() if message.feed.fail_again():
-                partition.apply(MessageEvent.WITHHOLD, [message])
             case SetAside():
                 partition.aside.pending.add(message.offset if message.key is None else message.key)
                 self.set_aside(message, verdict.cause, called=True)

@@ -64,7 +64,7 @@ class Memory:
         Raises:
             MemoryTooSmall
         """
-        if partition.bytes >= self.share and partition not in self.paused:
+        if partition.log.bytes >= self.share and partition not in self.paused:
             self.paused.add(partition)
             self._flows[partition].pause(partition.place)
         if largest > self.bytes_max:
@@ -76,6 +76,6 @@ class Memory:
 
     def free(self, partition: PartitionState) -> None:
         """Continue with a paused partition that has half of its share."""
-        if partition in self.paused and partition.bytes < self.share / 2:
+        if partition in self.paused and partition.log.bytes < self.share / 2:
             self.paused.discard(partition)
             self._flows[partition].resume(partition.place)

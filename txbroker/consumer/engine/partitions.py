@@ -80,7 +80,6 @@ class Partitions:
         """End with a feed of a partition, as `remove`."""
         if feed in feed.partition.feeds:
             self._cancel(feed.partition.remove_feed(feed))
-            self.memory.free(feed.partition)
 
     def _cancel(self, calls: Iterable[HandlerCall]) -> None:
         for call in calls:

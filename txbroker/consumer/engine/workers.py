@@ -251,12 +251,14 @@ class Workers:
         async def run_later(
             messages: Sequence[ReceivedMessage], fresh: Sequence[ReceivedMessage], argument: Any
         ) -> None:
-            by = engine.call_of(messages[0])
+            by = _call_of(messages)
             reports = None if by is None else by.reports
             failed = {} if reports is None else reports  # it grows while the stages run
             for message in _passed(fresh, failed) if first is None else ():
                 message.stage = 1
             for number, stage in enumerate(later, 1):
+                if by is not None and by.interrupted:
+                    raise asyncio.CancelledError  # its lease has ended while a thread went on
                 if due := [each for each in _passed(messages, failed) if each.stage == number]:
                     await stage(due if is_batch else argument)
                 for message in _passed(due, failed):
@@ -368,15 +370,15 @@ class _Worker(HandlerCall):
         self._options = workers._options
         self._handler = workers._handler
         self.exit: BaseException | None = None
-        self._cancelled = False
+        self.interrupted = False
         self._reason: BaseException | None = None
         self.task = asyncio.create_task(self._run(), name="txbroker handler")
 
     def cancel(self, reason: BaseException | None) -> None:
         """Cancel the handler. The messages fail for this reason, None: they are given back."""
         ended = asyncio.current_task() is self.task  # and its result was refused
-        if not self._cancelled and self.since_s is not None and not ended:
-            self._cancelled, self._reason = True, reason
+        if not self.interrupted and self.since_s is not None and not ended:
+            self.interrupted, self._reason = True, reason
             self.task.cancel()
 
     async def _run(self) -> None:
@@ -410,7 +412,7 @@ class _Worker(HandlerCall):
             except (Exception, asyncio.CancelledError) as raised:
                 error = raised
             self.since_s = None
-            if error is None and not (self.reports or self.outputs or self._cancelled):
+            if error is None and not (self.reports or self.outputs or self.interrupted):
                 self.reports = None
                 engine.settlement.finish(messages, self)
             else:
@@ -436,9 +438,9 @@ class _Worker(HandlerCall):
 
     def _settle(self, messages: Sequence[ReceivedMessage], error: BaseException | None) -> None:
         """Take the results of a call that did not simply succeed."""
-        cancelled, reason = self._cancelled, self._reason
+        cancelled, reason = self.interrupted, self._reason
         if cancelled:
-            self._cancelled, self._reason = False, None
+            self.interrupted, self._reason = False, None
             self.task.uncancel()
         if isinstance(error, asyncio.CancelledError):
             if reason is not None:
@@ -506,6 +508,12 @@ class _Worker(HandlerCall):
             if result is not None and (divided or not isinstance(result, RolledBack)):
                 lanes.add(message.lane)
             yield message, result
+
+
+def _call_of(messages: Sequence[ReceivedMessage]) -> HandlerCall | None:
+    """Return the call that has messages; of some the partition may be lost meanwhile."""
+    calls = (message.feed.partition.in_flight.get(message) for message in messages)
+    return next((call for call in calls if call is not None), None)
 
 
 def _passed(

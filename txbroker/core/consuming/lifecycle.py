@@ -144,9 +144,11 @@ def _finish(partition: Partition, feed: Feed, messages: Sequence[Any], _: Any) -
 
 
 def _end_calls(partition: Partition, _feed: Feed, messages: Sequence[Any], _: Any) -> None:
-    """The lanes wait."""
+    """The lanes wait, and give their holder no more."""
     for message in messages:
         del partition.in_flight[message]
+        if message.lane is not None:
+            message.lane.holder = None
 
 
 def _leave_lane(partition: Partition, feed: Feed, messages: Sequence[Any], _: Any) -> None:

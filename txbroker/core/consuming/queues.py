@@ -413,6 +413,9 @@ class Queues(Generic[M]):
     def remove(self, queue: PartitionQueue[M]) -> None:
         """Drop all messages of a partition. Those in flight may still be settled."""
         queue.removed = True
+        for lane in (*queue.lanes.values(), *queue.alone):
+            if lane is not None:
+                lane.waiting.clear()  # a cycle that the garbage collector may not see
         queue.lanes.clear()
         queue.alone.clear()
         queue.continued.clear()
