@@ -12,8 +12,12 @@ from tests.kafka.relay import END_TXN, INIT_PRODUCER_ID, Fate, Relay, fates
 from tests.kit.kafka import KafkaHarness
 from txbroker.core.records import Record
 from txbroker.door.consuming import ConsumingDoor, TopicSpec
-from txbroker.door.writing import Copy, Fenced, PositionRecord, Writer
+from txbroker.door.writing import Copy, Fenced, PositionRecord, Refused, Unknown, Writer
 from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.client.producer import BatchRefused
+from txbroker.kafka.door.consuming import KafkaConsumingDoor
+from txbroker.kafka.protocol.codes import Code
+from txbroker.kafka.protocol.copies import cause_of
 
 
 class Late:
@@ -115,3 +119,39 @@ async def test_messages_and_position_have_one_end(
         await writer.write(late.copy(b"second"))
         await writer.commit(number)
         assert requests.count(END_TXN) == 1
+
+
+@pytest.mark.parametrize("transactions", [1, pytest.param(2, marks=pytest.mark.second_protocol)])
+async def test_refused_record_of_a_later_piece_is_named(
+    world: KafkaHarness, transactions: int
+) -> None:
+    """Version 1 names no record of a batch, and a part of the transaction is written already."""
+    topic, positions = world.name("compacted"), world.name("positions")
+    door = KafkaConsumingDoor(world.settings(transactions=transactions))
+    await door.start()
+    compacted = {"cleanup.policy": "compact"}
+    await door.create([TopicSpec(name, 1, 1, compacted) for name in (topic, positions)])
+    writer = door.writer("poison", PositionRecord(positions, "poison"))
+    keys, found = [b"a", b"b", None, b"c"], None
+    try:
+        for _attempt in range(3):
+            await writer.claim()
+            try:
+                await writer.write([Copy(topic, 0, Record(b"first", b""))])
+                await writer.write([Copy(topic, 0, Record(key, b"")) for key in keys])
+                await writer.commit(b"1")
+            except Unknown:
+                continue
+            except Refused as error:
+                found = list(error.indexes), error.cause.code
+                break
+        assert found == ([3], "bad_record")
+        assert await writer.claim() is None
+    finally:
+        await door.close()
+
+
+def test_reason_of_a_plugin_is_shown() -> None:
+    why = "rejected by the record interceptor SchemaValidation: no schema id"
+    assert why in cause_of(BatchRefused(("orders", 0), Code.INVALID_RECORD, why)).message
+    assert why in cause_of(BatchRefused(("orders", 0), Code.POLICY_VIOLATION, why)).message

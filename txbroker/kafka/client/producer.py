@@ -67,6 +67,7 @@ class BatchRefused(TxbrokerError):
     Attributes:
         partition: topic and partition of the batch.
         code: the broker's error code.
+        message: the broker's reason, "" if it gave none.
         records: which records of the batch are at fault, as far as known.
     """
 
@@ -77,6 +78,7 @@ class BatchRefused(TxbrokerError):
         super().__init__(f"{topic}-{number}: {message or describe(code)}")
         self.partition = partition
         self.code = code
+        self.message = message or ""
         self.records = records
 
 
@@ -139,6 +141,11 @@ class Producer:
     def protocol(self) -> int:
         """The negotiated version of the transaction protocol."""
         return self._protocol.number
+
+    @property
+    def begun(self) -> bool:
+        """Whether the coordinator may know of a transaction that has not ended."""
+        return self._begun
 
     @property
     def retries_unanswered(self) -> bool:

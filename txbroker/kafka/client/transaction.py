@@ -117,6 +117,8 @@ class TransactionalWriter(Writer):
         """When the open transaction began; 0: none is open."""
         self._limits: dict[str, int] = {}
         """Sizes of batches by topic, see `Batches`."""
+        self._single: set[str] = set()
+        """Topics whose batches hold one record, until it is known which one is refused."""
 
     # --- claim -------------------------------------------------------------------------------
 
@@ -151,6 +153,7 @@ class TransactionalWriter(Writer):
             before = await producer.known_id(backoff)
             await producer.start(backoff)
             failpoint("relay.fenced")
+            self._begun_s = time.monotonic()
             stored = await self._write_claim(producer, backoff, [self._claim_record(after=False)])
         scan = await self._scan({before, producer.id}, stored, backoff)
         try:
@@ -167,6 +170,7 @@ class TransactionalWriter(Writer):
                 await self._write_claim(producer, backoff, records)
                 self._claimed_by = producer.id
             await producer.end(commit=True, backoff=backoff)
+        self._drop()
         failpoint("relay.claimed")
         self._keep()
         return found.value if found is not None else None
@@ -180,6 +184,8 @@ class TransactionalWriter(Writer):
             await producer.add([at], backoff)
             return (await producer.produce({at: batch_body(records)}, backoff))[at].base_offset
         except BatchRefused as error:
+            if error.code not in _REFUSALS:
+                raise Unknown(str(error)) from None
             raise ConfigurationError(
                 f"{error}: a relay keeps its position there: create the topic, or grant this login "
                 "Read and Write on it"
@@ -271,6 +277,7 @@ class TransactionalWriter(Writer):
             failpoint(f"{self._traits.points}.ending")
             await producer.end(commit=True, backoff=self._backoff(self._traits.end_s))
         self._drop()
+        self._single.clear()
         failpoint(f"{self._traits.points}.ended")
         # Not if Kafka has given another id after a refusal.
         if records:
@@ -298,7 +305,10 @@ class TransactionalWriter(Writer):
 
     async def _send(self, copies: Sequence[Copy], passed: int) -> list[int]:
         """Write records, of which the first `passed` ones are not the writer's own."""
-        batches = Batches(self._limits, self._traits.bytes_max or default_bytes)
+        limits = (
+            {**self._limits, **dict.fromkeys(self._single, 1)} if self._single else self._limits
+        )
+        batches = Batches(limits, self._traits.bytes_max or default_bytes)
         while True:
             offsets = [-1] * len(copies)
             refused = await self._try(batches.rounds(copies), offsets)
@@ -311,7 +321,9 @@ class TransactionalWriter(Writer):
                 mine = [self._sent + index for index in found if index < passed]
                 self._drop()
                 if found:
+                    self._single.clear()
                     raise Refused(mine, cause_of(refused.why))
+                self._single.add(refused.why.partition[0])
                 raise Unknown(f"{refused.why}: the transaction begins again, in smaller batches")
 
     async def _try(
@@ -389,7 +401,8 @@ class TransactionalWriter(Writer):
             if self._begun_s and time.monotonic() - self._begun_s > longest_s:
                 raise Unknown(
                     f"{id}: Kafka has aborted the transaction after {longest_s:g} s: this process "
-                    "was paused, or the transaction has too many rows: divide it"
+                    "was paused, another transaction hid the position, or this one has too many "
+                    "rows: divide it"
                 ) from None
             if self._traits.alone:
                 raise Unknown(f"{id}: {what} unknown: Kafka has ended the transaction") from None
@@ -413,8 +426,12 @@ class TransactionalWriter(Writer):
 
 
 async def _abort(producer: Producer, backoff: Backoff) -> None:
-    await producer.end(commit=False, backoff=backoff)
-    await producer.renew(backoff)
+    """End the transaction; if its first partition was refused, there is none. Only an answer of the
+    coordinator to the abort shows that no other process has claimed the id: without one, a renewal
+    would take it from that."""
+    if producer.begun:
+        await producer.end(commit=False, backoff=backoff)
+        await producer.renew(backoff)
 
 
 def group_writer(client: Client, group: str) -> TransactionalWriter:

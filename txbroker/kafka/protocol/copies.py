@@ -34,11 +34,13 @@ class Refusal(Protocol):
     Attributes:
         partition: topic and partition.
         code: the broker's error code.
+        message: its reason, "" if it gave none.
         records: which records of the batch are at fault, as far as known.
     """
 
     partition: Partition
     code: int
+    message: str
     records: Sequence[int]
 
 
@@ -77,7 +79,10 @@ def cause_of(error: Refusal) -> Cause:
     try:
         code, sentence = _CAUSES[Code(error.code)]
     except (ValueError, KeyError):
-        return Cause("refused", f"{name} refused: {describe(error.code)}", topic, number, passing)
+        why = ": ".join(filter(None, (describe(error.code), error.message)))
+        return Cause("refused", f"{name} refused: {why}", topic, number, passing)
+    if error.code == Code.INVALID_RECORD and error.message and "ompacted" not in error.message:
+        sentence = f"rejects the message: {error.message}"  # of a plugin of the broker
     return Cause(code, f"{name} {sentence}", topic, number, passing)
 
 
