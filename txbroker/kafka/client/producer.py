@@ -143,11 +143,6 @@ class Producer:
         return self._protocol.number
 
     @property
-    def begun(self) -> bool:
-        """Whether the coordinator may know of a transaction that has not ended."""
-        return self._begun
-
-    @property
     def retries_unanswered(self) -> bool:
         """Whether a request of a transaction that was not answered may be sent again: in version 1
         of the protocol it could arrive during a later transaction, and change that."""
@@ -552,14 +547,18 @@ class Producer:
             if answer.error_code not in RETRIABLE or not await backoff.pause():
                 raise KafkaRefused(answer.error_code)
 
-    async def renew(self, backoff: Backoff) -> None:
-        """Begin new sequences after an aborted transaction whose batches were refused, without a
-        moment in which another producer could take the transactional id unnoticed.
+    async def abort(self, backoff: Backoff) -> None:
+        """Abort the open transaction, and begin new sequences: brokers expect those of refused
+        batches again. If its first partition was refused there is none, and nothing is renewed:
+        only the answer to an abort shows that no other producer has taken the transactional id.
 
         Raises:
             ProducerFenced
             KafkaUnavailable: this producer must not be used again.
         """
+        if not self._begun:
+            return
+        await self.end(commit=False, backoff=backoff)
         if self._sequences:  # version 2 of the protocol began new ones with the abort
             await self._init_producer_id(backoff, (self.id, self.epoch))
 

@@ -160,7 +160,7 @@ class TransactionalWriter(Writer):
             found = scan.position(take=self._traits.take)
         except ConfigurationError:
             with contextlib.suppress(KafkaUnavailable, ProducerFenced):
-                await _abort(producer, backoff)
+                await producer.abort(backoff)
             raise
         with self._explained("claim"):
             if found is not None:
@@ -253,7 +253,7 @@ class TransactionalWriter(Writer):
         """See `Writer.abort`."""
         if self._sent:
             with self._using("abort") as producer:
-                await _abort(producer, self._backoff())
+                await producer.abort(self._backoff())
         self._drop()
 
     async def commit(
@@ -295,7 +295,7 @@ class TransactionalWriter(Writer):
                 self._drop()
                 # If this fails, the next claim aborts it.
                 with contextlib.suppress(KafkaUnavailable, ProducerFenced):
-                    await _abort(producer, backoff)
+                    await producer.abort(backoff)
                     self._keep()
                 raise
 
@@ -359,7 +359,7 @@ class TransactionalWriter(Writer):
                 refused = RefusedBatch(batches[error.partition], error)
                 if whole:
                     raise Refused(refused.batch.indexes, cause_of(error)) from None
-                await _abort(producer, backoff)
+                await producer.abort(backoff)
                 self._begun_s = 0.0
                 return refused
         return None
@@ -423,15 +423,6 @@ class TransactionalWriter(Writer):
     def _backoff(self, seconds: float | None = None) -> Backoff:
         seconds = self._settings.write_timeout_s if seconds is None else seconds
         return Backoff(seconds, self._traits.pause_s, self._traits.pause_max_s)
-
-
-async def _abort(producer: Producer, backoff: Backoff) -> None:
-    """End the transaction; if its first partition was refused, there is none. Only an answer of the
-    coordinator to the abort shows that no other process has claimed the id: without one, a renewal
-    would take it from that."""
-    if producer.begun:
-        await producer.end(commit=False, backoff=backoff)
-        await producer.renew(backoff)
 
 
 def group_writer(client: Client, group: str) -> TransactionalWriter:
