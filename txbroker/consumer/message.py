@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
@@ -18,12 +17,6 @@ from txbroker.core.records import Message as Message
 OVERHEAD_BYTES = 300
 """Memory of a message beside its key, value and headers."""
 HEADER_BYTES = 100
-
-
-class NoLease:
-    """Without a group no other consumer takes a partition over."""
-
-    deadline_s = math.inf
 
 
 class MessageLease:

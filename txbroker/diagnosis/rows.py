@@ -61,7 +61,7 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
         act: whether calls fail or an operator must act; otherwise it may resolve itself.
         of_proxy: whether it stays with a proxy when half partitions move.
         headline: whether it explains the others.
-        title: what is wrong.
+        title: the problem.
         todo: the next step.
         show: the command that shows more.
         holds: the title of the doctor's check: what should be the case. "" without one.

@@ -238,7 +238,7 @@ REFUSING = Diagnosis(
             summary="Topic {{ $labels.topic }} does not take committed messages",
             description="{{ $value | humanize }} committed transactions are kept back because "
             "topic {{ $labels.topic }} does not take them. Their consumers miss them until the "
-            "topic is mended.",
+            "topic is corrected.",
         ),
     ),
     find=find.refusing,

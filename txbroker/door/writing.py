@@ -1,4 +1,4 @@
-"""What is written in a Kafka transaction, and how a write ends.
+"""Writes in a Kafka transaction, and their outcomes.
 
 A write that returns is written, a commit that returns is committed. The three other outcomes are
 errors, which no caller passes over by mistake; each says what the caller may do next.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sqlite3
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,6 @@ from tests.kit.processing import Doors
 from tests.kit.until import until
 from txbroker.consumer import Consumer, InDatabase, ReceivedMessage
 from txbroker.consumer.engine.loop import Engine
-from txbroker.consumer.message import NoLease
 from txbroker.consumer.pending import Pending
 from txbroker.consumer.rounds import CommitPolicy, Rounds, StoreTraits
 from txbroker.consumer.stores.connections import Connections
@@ -63,6 +64,10 @@ class UnclearStore:
             raise KafkaUnavailable("no answer")
 
 
+FOREVER = SimpleNamespace(deadline_s=math.inf)
+"""The lease of a partition."""
+
+
 class Noted:
     """Notes what becomes of copies."""
 
@@ -89,7 +94,7 @@ def committing(store: UnclearStore) -> tuple[Rounds, PartitionState]:
     policy = make_policy(Order.KEY, "aside", 3, None, drop=False)
     engine = Engine(Order.KEY, policy, GroupTopics.of("txbroker", GROUP), 1 << 20)
     rounds = Rounds(engine, store, CommitPolicy(), lambda _lost: None, traits=StoreTraits())
-    partition = PartitionState(PLACE, engine.queues, NoLease(), Progress())
+    partition = PartitionState(PLACE, engine.queues, FOREVER, Progress())
     engine.partitions.add(partition, rounds, NoFlow())
     return rounds, partition
 
@@ -128,7 +133,7 @@ async def test_retried_message_keeps_its_first_stage() -> None:
     """Its output is stored; after a crash only the later stages follow."""
     policy = make_policy(Order.NONE, "retry", 3, None, drop=False)
     engine = Engine(Order.NONE, policy, GroupTopics.of("txbroker", GROUP), 1 << 20)
-    partition = PartitionState(("retry", 0), engine.queues, NoLease(), Progress(), retries=True)
+    partition = PartitionState(("retry", 0), engine.queues, FOREVER, Progress(), retries=True)
     partition.progress.begin_at(Position(0), {7})
     record = Record(b"k", b"1")
     failed = Failed(Source("orders", 0, 3), 1, 0, "once")

@@ -251,7 +251,9 @@ class Workers:
         async def run_later(
             messages: Sequence[ReceivedMessage], fresh: Sequence[ReceivedMessage], argument: Any
         ) -> None:
-            by = _call_of(messages)
+            # The partitions of some may be lost meanwhile.
+            calls = map(engine.call_of, messages)
+            by = next((each for each in calls if each is not None), None)
             reports = None if by is None else by.reports
             failed = {} if reports is None else reports  # it grows while the stages run
             for message in _passed(fresh, failed) if first is None else ():
@@ -508,12 +510,6 @@ class _Worker(HandlerCall):
             if result is not None and (divided or not isinstance(result, RolledBack)):
                 lanes.add(message.lane)
             yield message, result
-
-
-def _call_of(messages: Sequence[ReceivedMessage]) -> HandlerCall | None:
-    """Return the call that has messages; of some the partition may be lost meanwhile."""
-    calls = (message.feed.partition.in_flight.get(message) for message in messages)
-    return next((call for call in calls if call is not None), None)
 
 
 def _passed(

@@ -104,19 +104,6 @@ def batch_body(records: Sequence[Record], bytes_max: int = _UNBOUNDED) -> Body:
     return Body(b"".join(encoded), count, first_ms, largest_ms)
 
 
-def batch_bodies(records: Sequence[Record], bytes_max: int) -> list[Body]:
-    """Encode records as batches of at most `bytes_max`, in order.
-
-    A larger record gets a separate batch, which the broker accepts or refuses.
-    """
-    bodies = []
-    while records:
-        body = batch_body(records, bytes_max)
-        bodies.append(body)
-        records = records[body.count :]
-    return bodies
-
-
 def encode_batch(
     body: Body, *, producer_id: int, epoch: int, sequence: int, transactional: bool = False
 ) -> bytes:
