@@ -19,6 +19,7 @@ from txbroker.door.writing import (
     Unknown,
     Writer,
 )
+from txbroker.errors import KafkaUnavailable
 from txbroker.testing.memory import MemoryKafka
 from txbroker.testing.topics import KafkaTransaction, LostReply
 
@@ -87,6 +88,7 @@ class MemoryWriter(Writer):
         return scan, scan.position(take=self._take)
 
     async def claim(self) -> bytes | None:
+        self._claimed = False
         self._drop()
 
         def fence() -> None:
@@ -127,10 +129,11 @@ class MemoryWriter(Writer):
         self._pending = copies
 
     async def abort(self) -> None:
-        transaction = self._transaction
+        if self._transaction is not None and self._claimed:
+            await self._run(lambda: self._kafka.end(self._open(), committed=False))
+        elif self._transaction is not None:
+            self._kafka.end(self._transaction, committed=False)
         self._drop()
-        if transaction is not None:
-            await self._run(lambda: self._kafka.end(transaction, committed=False))
 
     async def commit(
         self, position: bytes | None = None, offsets: Sequence[GroupOffsets] = ()
@@ -214,6 +217,10 @@ class MemoryWriter(Writer):
             self._drop()
             self._claimed = True
             raise
+        except (Fenced, Unknown):
+            raise
+        except KafkaUnavailable as error:
+            raise Unknown(str(error)) from None
         self._claimed = True
 
     def _check_claimed(self) -> None:

@@ -48,6 +48,7 @@ from txbroker.net.timers import Backoff
 POSITIONS_PARTITION = 0
 """The topic has one partition: with more, a position would be where its successor does not look."""
 _REFUSALS = TOPIC_REFUSED | RECORDS_REFUSED
+_ABORT_S = 1.0
 _WINDOW = 1000
 """Offsets that are read first for a position, from the end backwards; then eight times as many."""
 
@@ -102,11 +103,8 @@ class TransactionalWriter(Writer):
         self._traits = traits
         self._position = position
         self.producer = Producer(client, channel, transactional_id)
-        """The newest one."""
         self.claimed = False
         """The writer may be used."""
-        self.unsettled = False
-        """A transaction may be open, or be completed: claim."""
         self._pending: Sequence[Copy] = ()
         """Written with the next call: in one request with the position, if that follows."""
         self._claimed_by = -1
@@ -125,7 +123,7 @@ class TransactionalWriter(Writer):
     async def look(self) -> bytes | None:
         """See `Writer.look`."""
         with self._explained("look"):
-            known = await self._new_producer().known_id(self._claim_backoff())
+            known = await self.producer.known_id(self._claim_backoff())
         found = (await self._scan({known})).position(take=self._traits.take)
         return found.value if found is not None else None
 
@@ -139,15 +137,13 @@ class TransactionalWriter(Writer):
         Args:
             backoff: None: for `claim_timeout_s`.
         """
-        self.claimed, self.unsettled = False, True
-        self._claimed_by = -1
+        self.claimed, self._claimed_by = False, -1
         self._drop()
-        self.producer = producer = self._new_producer()
-        backoff = backoff or self._claim_backoff()
+        producer, backoff = self.producer, backoff or self._claim_backoff()
         if self._position is None:
             with self._explained("claim"):
                 await producer.start(backoff)
-            self._keep()
+            self.claimed = True
             return None
         with self._explained("claim"):
             before = await producer.known_id(backoff)
@@ -172,7 +168,7 @@ class TransactionalWriter(Writer):
             await producer.end(commit=True, backoff=backoff)
         self._drop()
         failpoint("relay.claimed")
-        self._keep()
+        self.claimed = True
         return found.value if found is not None else None
 
     async def _write_claim(
@@ -203,9 +199,6 @@ class TransactionalWriter(Writer):
     def _claim_record(self, *, after: bool) -> Record:
         """Return the record of a claim; `after`: a position is stored with it, or before it."""
         return claim_record(self._own.key.encode(), position=after)
-
-    def _new_producer(self) -> Producer:
-        return Producer(self._client, self._channel, self._transactional_id)
 
     async def _scan(
         self, producers: set[int], end: int | None = None, backoff: Backoff | None = None
@@ -245,13 +238,16 @@ class TransactionalWriter(Writer):
 
     async def write(self, copies: Sequence[Copy]) -> None:
         """See `Writer.write`."""
+        self._check_claimed()
         if self._pending:
             await self.send(self._pending)
         self._pending = copies
 
     async def abort(self) -> None:
         """See `Writer.abort`."""
-        if self._sent:
+        if not self.claimed:
+            await self.give_up()
+        elif self._sent:
             with self._using("abort") as producer:
                 await producer.abort(self._backoff())
         self._drop()
@@ -296,7 +292,7 @@ class TransactionalWriter(Writer):
                 # If this fails, the next claim aborts it.
                 with contextlib.suppress(KafkaUnavailable, ProducerFenced):
                     await producer.abort(backoff)
-                    self._keep()
+                    self.claimed = True
                 raise
 
     async def send(self, copies: Sequence[Copy]) -> list[int]:
@@ -364,12 +360,12 @@ class TransactionalWriter(Writer):
                 return refused
         return None
 
-    async def give_up(self, within_s: float) -> None:
+    async def give_up(self) -> None:
         """Abort what may be open, so that readers do not wait for the next claim, which is needed
-        in any case."""
-        self.claimed, backoff = False, self._backoff(within_s)
+        in any case. It fences no later producer."""
+        self.claimed, backoff = False, self._backoff(_ABORT_S)
         with contextlib.suppress(ProducerFenced, KafkaUnavailable, TimeoutError):
-            await asyncio.wait_for(self.producer.end(commit=False, backoff=backoff), within_s)
+            await asyncio.wait_for(self.producer.end(commit=False, backoff=backoff), _ABORT_S)
 
     # --- the producer ------------------------------------------------------------------------
 
@@ -377,15 +373,20 @@ class TransactionalWriter(Writer):
     def _using(self, what: str) -> Iterator[Producer]:
         """Yield the producer, which may be used again after success alone: otherwise the
         transaction may be open."""
-        if not self.claimed:
-            raise Unknown(f"{self._transactional_id} is not claimed")
-        self.claimed, self.unsettled = False, True
+        self._check_claimed()
+        self.claimed = False
         with self._explained(what):
             yield self.producer
-        self._keep()
+        self.claimed = True
 
-    def _keep(self) -> None:
-        self.claimed, self.unsettled = True, False
+    def _check_claimed(self) -> None:
+        if not self.claimed:
+            raise Unknown(f"{self._transactional_id} is not claimed")
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a transaction may be open, or be completed: claim."""
+        return not self.claimed and self.producer.id >= 0
 
     def _drop(self) -> None:
         """Forget the records of the transaction."""
@@ -404,7 +405,7 @@ class TransactionalWriter(Writer):
                     "was paused, another transaction hid the position, or this one has too many "
                     "rows: divide it"
                 ) from None
-            if self._traits.alone:
+            if self._traits.alone or self.producer.fences_itself:
                 raise Unknown(f"{id}: {what} unknown: Kafka has ended the transaction") from None
             raise Fenced(f"another process has claimed {id}: this one stops") from None
         except BatchUnknown as error:

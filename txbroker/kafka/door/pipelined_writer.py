@@ -32,7 +32,6 @@ from txbroker.net.timers import Backoff
 _PAUSE_S = 0.001
 _PAUSE_MAX_S = 0.02
 _ADD_TIMEOUT_S = 5.0
-_ABORT_TIMEOUT_S = 1.0
 
 
 def promotion_writers(
@@ -192,7 +191,7 @@ class PipelinedTxnWriter:
     async def _abort(self, writer: TransactionalWriter, error: Exception) -> None:
         """Try to unblock the targets' readers early; the next claim aborts it in any case."""
         if not isinstance(error, Fenced):
-            await writer.give_up(_ABORT_TIMEOUT_S)
+            await writer.give_up()
 
     def _check(self) -> None:
         if self._broken is not None:
