@@ -20,7 +20,6 @@ from txbroker.kafka.door.consuming import KafkaConsumingDoor
 from txbroker.kafka.protocol.codes import Code
 from txbroker.kafka.protocol.copies import cause_of
 
-
 PROTOCOLS = [1, pytest.param(2, marks=pytest.mark.second_protocol)]
 """Kafka's transaction protocols."""
 

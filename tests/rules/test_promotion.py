@@ -177,7 +177,7 @@ async def test_promotion_after_aborted_one_is_not_committed(writers: WriterHarne
 async def test_promotion_waits_for_open_txn_of_its_producer(
     writers: WriterHarness, at: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("txbroker.kafka.door.pipelined_writer._ADD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("txbroker.kafka.door.pipelined_writer._ENDS_TIMEOUT_S", 0.05)
     writers.open["a"] = {at: Cause("hanging", f"{at[0]} has no end marker", *at, True)}
     first = await writers.write(1)
     await first.committed()

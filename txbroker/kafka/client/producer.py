@@ -206,9 +206,10 @@ class Producer:
             except (KafkaUnavailable, asyncio.CancelledError) as error:
                 if isinstance(error, Unanswered | asyncio.CancelledError):
                     self._late_until_s = asyncio.get_running_loop().time() + _LATE_S
+                if isinstance(error, asyncio.CancelledError) or not is_retriable(error):
+                    raise
                 # A retry is safe even if unanswered: it only raises the epoch once more.
-                cancelled = isinstance(error, asyncio.CancelledError)
-                if cancelled or not is_retriable(error) or not await backoff.pause():
+                if not await backoff.pause():
                     raise
                 continue
             if answer.error_code in FENCED:

@@ -148,7 +148,7 @@ class KafkaPartitionDoor(PartitionDoor):
             guard = OpenTransactionGuard(self._client, f"{self._channel}guard", producers)
             await self._verify_own_topics(guard, backoff)
             claim = structs.replace(claim, producers=tuple(one.id for one in producers))
-            offset = await self._write_claim(writers[0], claim)
+            offset = await self._write_claim(writers[0], claim, backoff)
         except Fenced:
             raise Fenced("another owner claimed at the same time") from None
         await self._wait_until_visible(offset)
@@ -177,10 +177,12 @@ class KafkaPartitionDoor(PartitionDoor):
             if not await backoff.pause():
                 raise KafkaUnavailable(causes[0].message)
 
-    async def _write_claim(self, writer: TransactionalWriter, claim: Claim) -> int:
-        (offset,) = await writer.send([Copy(*self._checkpoint_at, encode_claim(claim))])
+    async def _write_claim(
+        self, writer: TransactionalWriter, claim: Claim, backoff: Backoff
+    ) -> int:
+        (offset,) = await writer.send([Copy(*self._checkpoint_at, encode_claim(claim))], backoff)
         failpoint("claim.produced")
-        await writer.commit()
+        await writer.commit(backoff=backoff)
         failpoint("claim.committed")
         return offset
 

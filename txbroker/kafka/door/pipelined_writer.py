@@ -31,7 +31,7 @@ from txbroker.net.timers import Backoff
 # The previous transaction's markers on the same transactional id take milliseconds.
 _PAUSE_S = 0.001
 _PAUSE_MAX_S = 0.02
-_ADD_TIMEOUT_S = 5.0
+_ENDS_TIMEOUT_S = 5.0
 
 
 def promotion_writers(
@@ -46,7 +46,6 @@ def promotion_writers(
     traits = WriterTraits(
         "turn",
         bytes_max=bytes_max,
-        add_s=_ADD_TIMEOUT_S,
         # Short, because the open transaction blocks the readers of all targets.
         write_s=settings.request_timeout_s,
         end_s=settings.transaction_timeout_s,
@@ -149,7 +148,7 @@ class PipelinedTxnWriter:
         """
         try:
             await unconfirmed.wait_until_ended(
-                partitions, Backoff(_ADD_TIMEOUT_S, _PAUSE_S, _PAUSE_MAX_S)
+                partitions, Backoff(_ENDS_TIMEOUT_S, _PAUSE_S, _PAUSE_MAX_S)
             )
             if self._parked in partitions:
                 # The claim verified it, but its leader may have changed since.
