@@ -38,7 +38,6 @@ from txbroker.kafka.client.producer import Producer, ProducerFenced, Stored
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.open_transactions import OpenTransactionGuard
 from txbroker.kafka.door.pipelined_writer import (
-    KafkaPromotionTxn,
     PipelinedTxnWriter,
     promotion_writers,
 )
@@ -632,7 +631,7 @@ class WriterHarness:
             StableEnds(cast(Client, client)),
         )
 
-    async def write(self, number: int) -> KafkaPromotionTxn:
+    async def write(self, number: int) -> PromotionTxnHandle:
         promoted = (Copy("t", 0, Record(b"k", b"v", (), 1)),)
         return await self.writer.write(
             PromotionTxn(promoted, (), Checkpoint(1, "c", number, number))

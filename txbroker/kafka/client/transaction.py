@@ -48,6 +48,7 @@ from txbroker.net.timers import Backoff
 POSITIONS_PARTITION = 0
 """The topic has one partition: with more, a position would be where its successor does not look."""
 _REFUSALS = TOPIC_REFUSED | RECORDS_REFUSED
+PAUSE_S = 0.001
 _ABORT_S = 1.0
 _WINDOW = 1000
 """Offsets that are read first for a position, from the end backwards; then eight times as many."""
@@ -64,8 +65,8 @@ class WriterTraits(Struct, frozen=True):
             the transaction as it is; otherwise smaller ones show which records are at fault.
         write_s: to add partitions, and to write one batch to each; None: `write_timeout_s`.
         end_s: to commit; None: `write_timeout_s`.
-        pause_s, pause_max_s: between attempts. Mostly these wait until the transaction before is
-            completed, which takes some milliseconds.
+        pause_max_s: between attempts. Mostly these wait until the transaction before is completed,
+            which takes some milliseconds.
     """
 
     points: str
@@ -74,7 +75,6 @@ class WriterTraits(Struct, frozen=True):
     bytes_max: Callable[[str], int] | None = None
     write_s: float | None = None
     end_s: float | None = None
-    pause_s: float = 0.002
     pause_max_s: float = 0.25
 
 
@@ -416,7 +416,7 @@ class TransactionalWriter(Writer):
 
     def _backoff(self, seconds: float | None = None) -> Backoff:
         seconds = self._settings.write_timeout_s if seconds is None else seconds
-        return Backoff(seconds, self._traits.pause_s, self._traits.pause_max_s)
+        return Backoff(seconds, PAUSE_S, self._traits.pause_max_s)
 
 
 def group_writer(client: Client, group: str) -> TransactionalWriter:

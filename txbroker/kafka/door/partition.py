@@ -19,6 +19,7 @@ from txbroker.door.protocols import (
     LogTruncated,
     PartitionDoor,
     PromotionTxn,
+    PromotionTxnHandle,
 )
 from txbroker.door.writing import Copy, Fenced, Partition, Refused, Unknown
 from txbroker.errors import KafkaUnavailable
@@ -30,7 +31,6 @@ from txbroker.kafka.client.transaction import TransactionalWriter
 from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.door.open_transactions import HANGING, OpenTransactionGuard
 from txbroker.kafka.door.pipelined_writer import (
-    KafkaPromotionTxn,
     PipelinedTxnWriter,
     promotion_writers,
 )
@@ -244,7 +244,7 @@ class KafkaPartitionDoor(PartitionDoor):
             ]
         return await self._guard.verify_no_open_txn(places)
 
-    async def write(self, txn: PromotionTxn) -> KafkaPromotionTxn:
+    async def write(self, txn: PromotionTxn) -> PromotionTxnHandle:
         """Write a promotion transaction; see `PipelinedTxnWriter.write`."""
         if self._writer is None:
             raise Unknown(f"partition {self.partition} is not claimed")

@@ -10,7 +10,7 @@ breaks the pair for good: then a claim begins with new producers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 
 from txbroker.core.encoding import encode_progress
 from txbroker.door.protocols import (
@@ -23,13 +23,11 @@ from txbroker.door.protocols import (
 from txbroker.door.writing import Copy, Fenced, Partition, Refused, Unknown
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.client.transaction import TransactionalWriter, WriterTraits
+from txbroker.kafka.client.transaction import PAUSE_S, TransactionalWriter, WriterTraits
 from txbroker.kafka.door.open_transactions import OpenTransactionGuard, UnconfirmedWrites
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.net.timers import Backoff
 
-# The previous transaction's markers on the same transactional id take milliseconds.
-_PAUSE_S = 0.001
 _PAUSE_MAX_S = 0.02
 _ENDS_TIMEOUT_S = 5.0
 
@@ -49,7 +47,6 @@ def promotion_writers(
         # Short, because the open transaction blocks the readers of all targets.
         write_s=settings.request_timeout_s,
         end_s=settings.transaction_timeout_s,
-        pause_s=_PAUSE_S,
         pause_max_s=_PAUSE_MAX_S,
     )
     ids = (f"{settings.half_topic}-{partition}-{side}" for side in "ab")
@@ -84,7 +81,7 @@ class PipelinedTxnWriter:
         self._broken: Fenced | Unknown | Refused | None = None
         self._writing = False
 
-    async def write(self, txn: PromotionTxn) -> KafkaPromotionTxn:
+    async def write(self, txn: PromotionTxn) -> PromotionTxnHandle:
         """Write a transaction; return once its records are acknowledged and the next may follow.
 
         Raises:
@@ -95,7 +92,7 @@ class PipelinedTxnWriter:
             raise AssertionError("promotion transactions are written one at a time")
         self._check()
         side = self._written % 2
-        writer, own = self._writers[side], self._commits[side]
+        writer, own, unconfirmed = self._writers[side], self._commits[side], self._unconfirmed[side]
         self._writing = True
         try:
             if own is not None:
@@ -106,7 +103,7 @@ class PipelinedTxnWriter:
                 Copy(*self._checkpoint, encode_progress(txn.progress)),
             ]
             last = {(copy.topic, copy.partition): -1 for copy in copies}
-            await self._wait_for_ends(self._unconfirmed[side], last)
+            await self._wait_for_ends(unconfirmed, last)
             # The previous commit may have failed meanwhile.
             self._check()
             offsets = await self._write_or_break(writer, copies)
@@ -114,20 +111,17 @@ class PipelinedTxnWriter:
             self._writing = False
         for copy, offset in zip(copies, offsets, strict=True):
             last[copy.topic, copy.partition] = offset
-        self._unconfirmed[side].add(last)
+        unconfirmed.add(last)
         self._written += 1
         commit = begin_commit(self._commit(writer, self._commits[1 - side]))
         self._commits[side] = commit
+
+        async def pass_by() -> None:
+            await self._stable.pass_by(last, self._settings.visible_timeout_s)
+            unconfirmed.confirm(last)
+
         count = len(txn.promoted)
-        return KafkaPromotionTxn(
-            self._stable,
-            offsets[:count],
-            offsets[count:-1],
-            last,
-            commit,
-            self._settings.visible_timeout_s,
-            self._unconfirmed[side].confirm,
-        )
+        return PromotionTxnHandle(offsets[:count], offsets[count:-1], commit, pass_by)
 
     async def close(self) -> None:
         """Stop. The next claim, or Kafka's timeout, aborts an open transaction."""
@@ -148,7 +142,7 @@ class PipelinedTxnWriter:
         """
         try:
             await unconfirmed.wait_until_ended(
-                partitions, Backoff(_ENDS_TIMEOUT_S, _PAUSE_S, _PAUSE_MAX_S)
+                partitions, Backoff(_ENDS_TIMEOUT_S, PAUSE_S, _PAUSE_MAX_S)
             )
             if self._parked in partitions:
                 # The claim verified it, but its leader may have changed since.
@@ -203,38 +197,3 @@ class PipelinedTxnWriter:
 
 def _failed(task: asyncio.Task[None]) -> bool:
     return task.cancelled() or task.exception() is not None
-
-
-# --- written transactions ------------------------------------------------------------------------
-
-
-class KafkaPromotionTxn(PromotionTxnHandle):
-    """A `PromotionTxnHandle` on a real Kafka. The commit proceeds in its own task."""
-
-    def __init__(
-        self,
-        stable: StableEnds,
-        offsets: Sequence[int],
-        parked_offsets: Sequence[int],
-        last: Mapping[Partition, int],
-        commit: asyncio.Task[None],
-        visible_timeout_s: float,
-        on_visible: Callable[[Mapping[Partition, int]], None],
-    ) -> None:
-        self.offsets = offsets
-        self.parked_offsets = parked_offsets
-        self._stable = stable
-        self._visible_timeout_s = visible_timeout_s
-        self._last = last
-        self._commit = commit
-        self._on_visible = on_visible
-
-    async def committed(self) -> None:
-        """Wait until the commit is acknowledged."""
-        await commit_outcome(self._commit)
-
-    async def visible(self) -> None:
-        """Wait until the transaction is visible to every `read_committed` reader."""
-        await self.committed()
-        await self._stable.pass_by(self._last, self._visible_timeout_s)
-        self._on_visible(self._last)
