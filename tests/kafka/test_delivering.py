@@ -73,7 +73,7 @@ async def test_position_is_read_after_the_predecessor_is_fenced(
 
 
 @pytest.mark.parametrize("transactions", PROTOCOLS)
-async def test_late_claim_of_its_own_stops_no_writer(
+async def test_writer_that_its_late_claim_fences_goes_on(
     late: Late, make_relay: Callable[..., Relay], transactions: int
 ) -> None:
     """Kafka may execute a request after another one was answered, and fences the writer."""

@@ -565,7 +565,7 @@ class FakeProducer:
 
     id, epoch = 7, 0
     transaction_timeout_s = 15.0
-    fences_itself = False
+    late_until_s = 0.0
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name = name

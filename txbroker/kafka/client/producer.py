@@ -136,8 +136,8 @@ class Producer:
         """The coordinator may know of a transaction that has not ended."""
         self._ended_s = float("-inf")
         self._visible_s = float("-inf")
-        self._late_until_s = float("-inf")
-        """Until when Kafka may execute a `start` that was not answered."""
+        self.late_until_s = float("-inf")
+        """Until when Kafka may execute a `start` that was not answered, and so fence this."""
         self.vouching_leader: dict[Partition, int] = {}
         """The broker that vouched for a partition: only it may receive the next batch."""
 
@@ -151,11 +151,6 @@ class Producer:
         """Whether a request of a transaction that was not answered may be sent again: in version 1
         of the protocol it could arrive during a later transaction, and change that."""
         return self._protocol.retries_unanswered
-
-    @property
-    def fences_itself(self) -> bool:
-        """Whether it may have been fenced by its own earlier `start`, which Kafka executed late."""
-        return asyncio.get_running_loop().time() < self._late_until_s
 
     # --- start -------------------------------------------------------------------------------
 
@@ -205,7 +200,7 @@ class Producer:
                 answer = await self._ask_coordinator(request)
             except (KafkaUnavailable, asyncio.CancelledError) as error:
                 if isinstance(error, Unanswered | asyncio.CancelledError):
-                    self._late_until_s = asyncio.get_running_loop().time() + _LATE_S
+                    self.late_until_s = asyncio.get_running_loop().time() + _LATE_S
                 if isinstance(error, asyncio.CancelledError) or not is_retriable(error):
                     raise
                 # A retry is safe even if unanswered: it only raises the epoch once more.

@@ -398,7 +398,8 @@ class TransactionalWriter(Writer):
                     "was paused, another transaction hid the position, or this one has too many "
                     "rows: divide it"
                 ) from None
-            if self._traits.alone or self.producer.fences_itself:
+            now_s = asyncio.get_running_loop().time()
+            if self._traits.alone or now_s < self.producer.late_until_s:
                 raise Unknown(f"{id}: {what} unknown: Kafka has ended the transaction") from None
             raise Fenced(f"another process has claimed {id}: this one stops") from None
         except BatchRefused as error:

@@ -104,7 +104,6 @@ class KafkaPartitionDoor(PartitionDoor):
         self._parked = self._parked_reader("parked")
         self._parked_picker = Picker(self._parked_reader)
         self._writer: PipelinedTxnWriter | None = None
-        self._guard: OpenTransactionGuard | None = None
 
     def _log(self, topic: str, name: str, shared: SharedWrites | None = None) -> KafkaLog:
         channel, bytes_max = self._channel + name, self._bytes_max(topic)
@@ -155,7 +154,6 @@ class KafkaPartitionDoor(PartitionDoor):
         failpoint("claim.seen")
         claimed = await self._read_progress(claim)
         failpoint("claim.read")
-        self._guard = guard
         self._writer = PipelinedTxnWriter(
             self._settings, self.partition, writers, guard, self._stable
         )
@@ -229,7 +227,7 @@ class KafkaPartitionDoor(PartitionDoor):
     def unverified(self, places: Collection[Partition]) -> Sequence[Partition]:
         """Return the target partitions that may hold an open transaction of an earlier claim; all
         of them before `claim`."""
-        return list(places) if self._guard is None else self._guard.unverified(places)
+        return list(places) if self._writer is None else self._writer.guard.unverified(places)
 
     async def verify_no_open_txn(self, places: Collection[Partition]) -> Sequence[Cause]:
         """Verify that no earlier transaction is open in target partitions.
@@ -237,12 +235,12 @@ class KafkaPartitionDoor(PartitionDoor):
         Returns:
             Why some must not be written now. An unanswered request is a passing cause, no error.
         """
-        if self._guard is None:
+        if self._writer is None:
             return [
                 Cause("no_answer", f"partition {self.partition} is not claimed", *place, True)
                 for place in places
             ]
-        return await self._guard.verify_no_open_txn(places)
+        return await self._writer.guard.verify_no_open_txn(places)
 
     async def write(self, txn: PromotionTxn) -> PromotionTxnHandle:
         """Write a promotion transaction; see `PipelinedTxnWriter.write`."""
@@ -273,6 +271,5 @@ class KafkaPartitionDoor(PartitionDoor):
 
     async def _retire(self) -> None:
         writer, self._writer = self._writer, None
-        self._guard = None
         if writer is not None:
             await writer.close()

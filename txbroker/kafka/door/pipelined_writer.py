@@ -10,7 +10,8 @@ breaks the pair for good: then a claim begins with new producers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 
 from txbroker.core.encoding import encode_progress
 from txbroker.door.protocols import (
@@ -69,7 +70,7 @@ class PipelinedTxnWriter:
         guard: OpenTransactionGuard,
         stable: StableEnds,
     ) -> None:
-        self._guard = guard
+        self.guard = guard
         self._stable = stable
         self._unconfirmed = tuple(UnconfirmedWrites(w.producer, guard, stable) for w in writers)
         self._settings = settings
@@ -103,10 +104,9 @@ class PipelinedTxnWriter:
                 Copy(*self._checkpoint, encode_progress(txn.progress)),
             ]
             last = {(copy.topic, copy.partition): -1 for copy in copies}
-            await self._wait_for_ends(unconfirmed, last)
-            # The previous commit may have failed meanwhile.
-            self._check()
-            offsets = await self._write_or_break(writer, copies)
+            with self._breaking():
+                await self._wait_for_ends(unconfirmed, last)
+                offsets = await self._send(writer, copies)
         finally:
             self._writing = False
         for copy, offset in zip(copies, offsets, strict=True):
@@ -125,75 +125,55 @@ class PipelinedTxnWriter:
 
     async def close(self) -> None:
         """Stop. The next claim, or Kafka's timeout, aborts an open transaction."""
-        self._break(Unknown("the partition was closed"))
+        self._broken = self._broken or Unknown("the partition was closed")
         commits = [commit for commit in self._commits if commit is not None]
         for commit in commits:
             commit.cancel()
         await asyncio.gather(*commits, return_exceptions=True)
 
-    # --- write -------------------------------------------------------------------------------
-
     async def _wait_for_ends(
         self, unconfirmed: UnconfirmedWrites, partitions: Collection[Partition]
     ) -> None:
-        """Wait until nothing is open that the end of this transaction would end, too.
+        """Wait until nothing is open that the end of this transaction would end, too."""
+        backoff = Backoff(_ENDS_TIMEOUT_S, PAUSE_S, _PAUSE_MAX_S)
+        await unconfirmed.wait_until_ended(partitions, backoff)
+        if self._parked in partitions:
+            # The claim verified it, but its leader may have changed since.
+            for cause in await self.guard.verify_no_open_txn([self._parked]):
+                raise Unknown(cause.message)
 
-        It has not begun yet, so an error needs no abort.
-        """
-        try:
-            await unconfirmed.wait_until_ended(
-                partitions, Backoff(_ENDS_TIMEOUT_S, PAUSE_S, _PAUSE_MAX_S)
-            )
-            if self._parked in partitions:
-                # The claim verified it, but its leader may have changed since.
-                for cause in await self._guard.verify_no_open_txn([self._parked]):
-                    raise Unknown(cause.message)
-        except Unknown as error:
-            self._break(error)
-            raise
-
-    async def _write_or_break(self, writer: TransactionalWriter, copies: list[Copy]) -> list[int]:
+    async def _send(self, writer: TransactionalWriter, copies: list[Copy]) -> list[int]:
+        self._check()  # The previous commit may have failed meanwhile.
         try:
             offsets = await writer.send(copies)
-            # The previous commit may have failed meanwhile.
             self._check()
-        except (Fenced, Unknown, Refused) as error:
-            self._break(error)
-            await self._abort(writer, error)
-            raise
-        except BaseException:
-            # Cancelled: it is unknown what was sent, and the next claim aborts it.
-            self._break(Unknown("the write of a promotion transaction was cancelled"))
+        except (Unknown, Refused):
+            await writer.give_up()
             raise
         return offsets
 
-    # --- end ---------------------------------------------------------------------------------
-
     async def _commit(self, writer: TransactionalWriter, before: asyncio.Task[None] | None) -> None:
-        try:
-            if before is not None:
-                await commit_outcome(before)
-            await writer.commit()
-        except (Fenced, Unknown, Refused) as error:
-            self._break(error)
-            if before is not None and before.done() and _failed(before):
+        with self._breaking():
+            try:
+                if before is not None:
+                    await commit_outcome(before)
+            except (Unknown, Refused) as error:
                 # The previous one may not be committed, so this one must not be either.
-                await self._abort(writer, error)
-            raise raised_again(error) from None
+                await writer.give_up()
+                raise raised_again(error) from None
+            await writer.commit()
 
-    async def _abort(self, writer: TransactionalWriter, error: Exception) -> None:
-        """Try to unblock the targets' readers early; the next claim aborts it in any case."""
-        if not isinstance(error, Fenced):
-            await writer.give_up()
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Let nothing follow a failure, or what was cancelled: it is unknown what was sent."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Fenced | Unknown | Refused):
+                error = Unknown("a write was cancelled")
+            self._broken = self._broken or error
+            raise
 
     def _check(self) -> None:
         if self._broken is not None:
             raise raised_again(self._broken)
-
-    def _break(self, error: Fenced | Unknown | Refused) -> None:
-        if self._broken is None:
-            self._broken = error
-
-
-def _failed(task: asyncio.Task[None]) -> bool:
-    return task.cancelled() or task.exception() is not None
