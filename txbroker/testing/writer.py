@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -129,10 +130,12 @@ class MemoryWriter(Writer):
         self._pending = copies
 
     async def abort(self) -> None:
-        if self._transaction is not None and self._claimed:
+        transaction = self._transaction
+        if transaction is not None and self._claimed:
             await self._run(lambda: self._kafka.end(self._open(), committed=False))
-        elif self._transaction is not None:
-            self._kafka.end(self._transaction, committed=False)
+        elif transaction is not None:
+            with contextlib.suppress(KafkaUnavailable):
+                await self._home.run(lambda: self._kafka.end(transaction, committed=False))
         self._drop()
 
     async def commit(

@@ -156,11 +156,7 @@ class TransactionalWriter(Writer):
         self._begun_s = time.monotonic()
         stored = await self._write_claim([claim_record(self._key, position=False)], backoff)
         scan = await self._scan(producers, stored, backoff)
-        try:
-            found = scan.position(take=self._traits.take)
-        except ConfigurationError:
-            await self.give_up()
-            raise
+        found = scan.position(take=self._traits.take)
         if found is not None:
             records = [claim_record(self._key, position=True)]
             if scan.is_overwritten(found, producer.id):
