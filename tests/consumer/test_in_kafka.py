@@ -505,3 +505,25 @@ async def test_first_stages_are_not_repeated_after_a_gap(prices: Prices) -> None
     async with prices.running(first, run={"then": [second]}, on_gap="skip"):
         await passed.wait()
     assert prices.prices == ["0", "1", "2", "3"]
+
+
+async def test_outputs_are_refused_after_a_later_copy_failed(prices: Prices) -> None:
+    """The release has ended, and with it the feed of both."""
+    handler = Pricing(**{f"{n}": ValueError("bug") for n in range(3)})
+    options = {"on_failure": "aside", "local_attempts_max": 1}
+    prices.produce(*(f"bad={n}" for n in range(3)))
+
+    async def handle(message: ReceivedMessage, out: Outputs) -> None:
+        if not handler.failing.get("0") and text(message) == "0":
+            out.send(Message("prices", b"large", bytes(2 << 20)))
+        await handler(message, out)
+
+    async with prices.running(handle, **options) as consumer:
+        await prices.commits(3)
+        handler.failing = {"1": [ValueError("bug"), None]}
+        prices.release(b"bad")
+        await until(lambda: prices.values("dead") == ["0"])
+        await until(prices.release_has_ended)
+        prices.release(b"bad")
+        await until(lambda: consumer.statistics().aside_keys == 0)
+    assert prices.prices == ["1", "2"]

@@ -239,8 +239,9 @@ class Reader:
             revoked = [place for place in self._partitions if place not in self._target]
             if revoked := [place for place in revoked if place not in self._releasing]:
                 self._releasing.update(revoked)
-                partitions = [self._partitions[place] for place in revoked]
-                self._background.start(self._release(partitions, self._losses))
+                self._background.start(
+                    self._release([self._partitions[place] for place in revoked], self._losses)
+                )
             held = self._partitions.keys() | self._releasing
             self._disown(self._source.owned - held - self._target)
             try:

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
+from weakref import WeakSet
 
 import structlog
 from msgspec import Struct
@@ -97,10 +98,9 @@ class _Round(Struct, eq=False):
         admitted: at most once: messages that count as done.
     """
 
-    offsets: dict[Partition, StoredOffset]
+    offsets: dict[PartitionState, StoredOffset]
     pending: dict[PartitionState, list[Pending]]
     admitted: dict[PartitionState, list[ReceivedMessage]]
-    partitions: list[PartitionState]
 
 
 class _Due:
@@ -166,7 +166,7 @@ class Rounds:
         self._task: asyncio.Task[None] | None = None
         commits = engine.partitions.commits
         self.outage = Outage(lambda: [each for each, by in commits.items() if by is self])
-        self._pauses: list[asyncio.TimerHandle] = []
+        self._pauses: WeakSet[asyncio.TimerHandle] = WeakSet()
 
     def start(self) -> None:
         """Begin to store positions."""
@@ -174,7 +174,7 @@ class Rounds:
 
     async def close(self) -> None:
         """End without a last round; call `flush` before."""
-        for pause in self._pauses:
+        for pause in list(self._pauses):
             pause.cancel()
         if self._task is not None:
             self._task.cancel()
@@ -230,6 +230,7 @@ class Rounds:
         self._dirty.pop(partition, None)
         self._full.discard(partition)
         if self._unknown is not None:
+            self._unknown.offsets.pop(partition, None)
             self._unknown.pending.pop(partition, None)
         for each in self.copies.drop(partition):
             if each.owner is not None:
@@ -340,7 +341,7 @@ class Rounds:
                     )
                     copies = [copy for each in pendings for copy in each.copies]
                     failpoint("consumer.committing")
-                    fenced = await self._commit(round_.offsets, copies)
+                    fenced = await self._commit(round_, copies)
                     failpoint("consumer.committed")
             except Refused as error:
                 self._unknown = None
@@ -356,15 +357,14 @@ class Rounds:
                 raise
             else:
                 self._unknown = None
-                for partition in round_.partitions:
+                for partition in round_.offsets:
                     if partition.place in fenced:
                         self.fence(partition)
                 self._finish(round_)
                 self._resume()
 
-    async def _commit(
-        self, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy]
-    ) -> Collection[Partition]:
+    async def _commit(self, round_: _Round, copies: Sequence[Copy]) -> Collection[Partition]:
+        offsets = {partition.place: stored for partition, stored in round_.offsets.items()}
         try:
             async with asyncio.timeout(None) as self._in_flight:
                 return await self._store.commit(offsets, copies) or ()
@@ -376,13 +376,9 @@ class Rounds:
     async def _is_stored(self, round_: _Round) -> bool:
         """Return whether a round without an answer was stored: a second attempt would write its
         copies again. It was stored as a whole or not at all."""
-        mine = {
-            partition.place
-            for partition in self._engine.partitions
-            if partition.place in round_.offsets
-        }
+        mine = {partition.place: stored for partition, stored in round_.offsets.items()}
         found = await self._store.load(mine)
-        return any(found.get(place) == round_.offsets[place] for place in mine)
+        return any(found.get(place) == stored for place, stored in mine.items())
 
     def _begin(self) -> _Round:
         partitions, self._dirty = list(self._dirty), {}
@@ -392,7 +388,7 @@ class Rounds:
             else {}
         )
         pending = self.copies.take(partitions)
-        round_ = _Round({}, pending, admitted, partitions)
+        round_ = _Round({}, pending, admitted)
         distinct = bool(pending) and not self._traits.repeatable
         waits = False
         for partition in partitions:
@@ -420,7 +416,7 @@ class Rounds:
             if partition in self._full and partition in pending:
                 self._full.discard(partition)
                 log.info("outputs go on", partition=partition.place)
-            round_.offsets[partition.place] = stored
+            round_.offsets[partition] = stored
         taken = sum(len(each.copies) for some in pending.values() for each in some)
         left = self.copies.count - taken
         self._soon = self._soon and left > 0
@@ -437,7 +433,7 @@ class Rounds:
         return list(itertools.islice(partition.gate, count))
 
     def _again(self, round_: _Round) -> None:
-        for partition in round_.partitions:
+        for partition in round_.offsets:
             if partition in self._engine.partitions:
                 self.changed(partition, 0)
 
@@ -471,9 +467,7 @@ class Rounds:
         messages = []
         for each in self.copies.drop(partition):
             if each.message is None:
-                pause = self._loop.call_later(_PAUSE_MAX_S, self.store, each)
-                self._pauses = [one for one in self._pauses if one.when() > self._loop.time()]
-                self._pauses.append(pause)
+                self._pauses.add(self._loop.call_later(_PAUSE_MAX_S, self.store, each))
             elif each.first:
                 assert each.owner is not None
                 each.owner.dropped(each)
@@ -483,8 +477,8 @@ class Rounds:
 
     def _finish(self, round_: _Round) -> None:
         partitions = self._engine.partitions
-        for partition in round_.partitions:
-            partition.progress.confirm(round_.offsets[partition.place])
+        for partition, stored in round_.offsets.items():
+            partition.progress.confirm(stored)
         for partition, pendings in round_.pending.items():
             self.copies.remove(partition, pendings)
             for each in pendings if partition in partitions else ():
