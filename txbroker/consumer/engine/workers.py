@@ -449,14 +449,14 @@ class _Worker(HandlerCall):
         if cancelled:
             self.interrupted, self._reason = False, None
             self.task.uncancel()
+        reports, self.reports = self.reports or {}, None
+        outputs, self.outputs = self.outputs, ()
         if isinstance(error, asyncio.CancelledError):
             if reason is not None:
                 error = reason
             elif cancelled or self.task.cancelling():
                 self._engine.cancelled(messages, self)
                 return
-        reports, self.reports = self.reports or {}, None
-        outputs, self.outputs = self.outputs, ()
         divided = error is not None and len(messages) > 1 and not self._engine.before
         if divided and error is not None and not isinstance(error, RolledBack):
             self._engine.lines.note(
