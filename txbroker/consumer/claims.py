@@ -391,7 +391,7 @@ class Reader:
     async def _give_up(self, partitions: Sequence[PartitionState], losses: int) -> None:
         """Let others have partitions, once no round with them is in flight: it would be stored in
         the generation that follows, over the positions of their next owner."""
-        async with self._rounds.between_rounds:
+        async with self._rounds.paused(self._options.drain_s):
             if losses == self._losses:
                 for partition in partitions:
                     self._drop(partition)

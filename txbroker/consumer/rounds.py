@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Protocol
 from weakref import WeakSet
 
@@ -33,6 +33,8 @@ _PAUSE_S, _PAUSE_MAX_S = 0.05, 5.0
 _REST_S = 0.01
 """Between rounds: at full speed `max_batch` messages are done in less, and more commits would cost
 the broker and this process a fifth of their time."""
+_ROUND_MAX_S = 60.0
+"""The longest round: each of its requests may be repeated for some time."""
 _FLUSH_MIN_S, _FLUSH_PAUSE_S = 1.0, 0.1
 _REFUSED_PAUSES_S = (1.0, 60.0)
 """Pauses where Kafka answers and refuses, as without a right: the first and the longest."""
@@ -159,8 +161,8 @@ class Rounds:
         """A round with copies whose result is not known."""
         self._due = _Due(0 if engine.before else policy.max_batch)
         self._in_flight: asyncio.Timeout | None = None
-        """Ends the commit of the round in flight."""
-        self.between_rounds = asyncio.Lock()
+        """Ends the round in flight."""
+        self._between_rounds = asyncio.Lock()
         """While it is held no round is in flight."""
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
@@ -247,7 +249,7 @@ class Rounds:
             KafkaUnavailable: they are not stored, or it is unknown.
         """
         while True:
-            async with self.between_rounds:  # one in flight may hold these partitions
+            async with self._between_rounds:  # one in flight may hold these partitions
                 if not any(partition.dirty for partition in partitions):
                     return
             await self._round()
@@ -275,12 +277,25 @@ class Rounds:
             except (KafkaUnavailable, TimeoutError) as error:
                 if left_s < _FLUSH_PAUSE_S or getattr(error, "lasting", False):
                     log.warning("positions not stored", error=safe_repr(error))
-                    if self._in_flight is not None and not self._in_flight.expired():
-                        self._in_flight.reschedule(self._loop.time())
+                    self._give_up()
                     return
                 await asyncio.sleep(_FLUSH_PAUSE_S)
             else:
                 return
+
+    @contextlib.asynccontextmanager
+    async def paused(self, within_s: float) -> AsyncIterator[None]:
+        """Begin no round. One in flight is given up after `within_s`."""
+        end = self._loop.call_later(max(_FLUSH_MIN_S, within_s), self._give_up)
+        try:
+            async with self._between_rounds:
+                yield
+        finally:
+            end.cancel()
+
+    def _give_up(self) -> None:
+        if self._in_flight is not None and not self._in_flight.expired():
+            self._in_flight.reschedule(self._loop.time())
 
     async def _run(self) -> None:
         failures = 0
@@ -321,57 +336,56 @@ class Rounds:
                 await asyncio.wait_for(self._due.now.wait(), left_s)
 
     async def _round(self) -> None:
-        async with self.between_rounds:
+        async with self._between_rounds:
             self._due.begin()
             if any(partition.lease.deadline_s <= self._loop.time() for partition in self._dirty):
                 raise Fenced("the lease has ended: nothing is stored")
-            if self._unknown is not None and await self._is_stored(self._unknown):
-                stored, self._unknown = self._unknown, None
-                self._finish(stored)
-                self._resume()
-                return
-            self._unknown = None
-            round_ = self._begin()
-            pendings = [each for some in round_.pending.values() for each in some]
             try:
-                fenced: Collection[Partition] = ()
-                if round_.offsets:
-                    self._unknown = (
-                        round_ if round_.pending and not self._traits.repeatable else None
-                    )
-                    copies = [copy for each in pendings for copy in each.copies]
-                    failpoint("consumer.committing")
-                    fenced = await self._commit(round_, copies)
-                    failpoint("consumer.committed")
-            except Refused as error:
-                self._unknown = None
-                self._refuse(pendings, error)
-                self._again(round_)
-                self._engine.waiting.wake()
-            except Fenced:
-                self._unknown = None
-                self._again(round_)
-                raise
-            except BaseException:
-                self._again(round_)
-                raise
-            else:
-                self._unknown = None
-                for partition in round_.offsets:
-                    if partition.place in fenced:
-                        self.fence(partition)
-                self._finish(round_)
-                self._resume()
+                async with asyncio.timeout(_ROUND_MAX_S) as self._in_flight:
+                    await self._store_next()
+            except TimeoutError:
+                why = "it took too long, or its partitions are released"
+                raise KafkaUnavailable(f"a commit was given up: {why}") from None
+            finally:
+                self._in_flight = None
 
-    async def _commit(self, round_: _Round, copies: Sequence[Copy]) -> Collection[Partition]:
-        offsets = {partition.place: stored for partition, stored in round_.offsets.items()}
+    async def _store_next(self) -> None:
+        if self._unknown is not None and await self._is_stored(self._unknown):
+            stored, self._unknown = self._unknown, None
+            self._finish(stored)
+            self._resume()
+            return
+        self._unknown = None
+        round_ = self._begin()
+        pendings = [each for some in round_.pending.values() for each in some]
         try:
-            async with asyncio.timeout(None) as self._in_flight:
-                return await self._store.commit(offsets, copies) or ()
-        except TimeoutError:
-            raise KafkaUnavailable("given up, because partitions are released") from None
-        finally:
-            self._in_flight = None
+            fenced: Collection[Partition] = ()
+            if round_.offsets:
+                self._unknown = round_ if round_.pending and not self._traits.repeatable else None
+                offsets = {each.place: stored for each, stored in round_.offsets.items()}
+                copies = [copy for each in pendings for copy in each.copies]
+                failpoint("consumer.committing")
+                fenced = await self._store.commit(offsets, copies) or ()
+                failpoint("consumer.committed")
+        except Refused as error:
+            self._unknown = None
+            self._refuse(pendings, error)
+            self._again(round_)
+            self._engine.waiting.wake()
+        except Fenced:
+            self._unknown = None
+            self._again(round_)
+            raise
+        except BaseException:
+            self._again(round_)
+            raise
+        else:
+            self._unknown = None
+            for partition in round_.offsets:
+                if partition.place in fenced:
+                    self.fence(partition)
+            self._finish(round_)
+            self._resume()
 
     async def _is_stored(self, round_: _Round) -> bool:
         """Return whether a round without an answer was stored: a second attempt would write its
