@@ -89,21 +89,23 @@ class CommittedOffsets:
         if not (copies or self._exact):
             await store_offsets(self._client, stored, _offset_commit, self._backoff())
             return
-        async with self._turn:
-            if not self._writer.claimed:
-                await self._writer.claim()
-            await self._writer.write(copies)
-            await self._writer.commit(offsets=[stored])
+        try:
+            async with self._turn:
+                if not self._writer.claimed:
+                    await self._writer.claim()
+                await self._writer.write(copies)
+                await self._writer.commit(offsets=[stored])
+        except asyncio.CancelledError:  # as where its partitions are released
+            await self.close()
+            raise
 
     async def close(self) -> None:
-        """End a transaction whose result is unknown: the next owner waits for its offsets.
+        """End a transaction whose result is unknown: readers and the next owner wait for it.
 
         Otherwise it ends when it times out.
         """
-        if self._writer.unsettled:
-            with contextlib.suppress(KafkaUnavailable, TimeoutError):
-                async with asyncio.timeout(_CLOSE_S):
-                    await self._settle()
+        with contextlib.suppress(KafkaUnavailable, TimeoutError):
+            await asyncio.wait_for(self._settle(), _CLOSE_S)
 
     async def _settle(self) -> None:
         """End the transaction whose result is unknown."""
