@@ -150,7 +150,8 @@ class Rounds:
         self._store = store
         self._policy = policy
         self._traits = traits
-        self._fenced = fenced
+        self.fence = fenced
+        """See `Commits.fence`."""
         self._dirty: dict[PartitionState, None] = {}
         self.copies = PendingCopies(engine.partitions.memory)
         self._soon = False
@@ -237,10 +238,6 @@ class Rounds:
         for each in self.copies.drop(partition):
             if each.owner is not None:
                 each.owner.dropped(each)
-
-    def fence(self, partition: PartitionState) -> None:
-        """See `Commits.fence`."""
-        self._fenced(partition)
 
     async def flush(self, partitions: Collection[PartitionState]) -> None:
         """Store the positions and copies of partitions now.
