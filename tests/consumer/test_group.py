@@ -11,12 +11,14 @@ import pytest
 
 from tests.kit.consumer_world import GROUP, TIMING, Handler, World, counted, text, texts
 from tests.kit.until import until
-from txbroker.consumer import ReceivedMessage, RecordsDeleted
+from txbroker.consumer import ReceivedMessage, RecordsDeleted, Reject
 from txbroker.consumer import rounds as rounds_module
 from txbroker.core.consuming.copies import ASIDE_PARTITIONS, spread
 from txbroker.core.consuming.position import Metadata, StoredOffset, encode_metadata
 from txbroker.door.consuming import OffsetMissing, Partition
 from txbroker.errors import KafkaUnavailable
+from txbroker.testing.consuming import MemoryMember
+from txbroker.testing.topics import LostReply
 
 BUG = ValueError("bug")
 
@@ -80,6 +82,33 @@ async def test_revoked_partition_drains(world: World) -> None:
             await until(lambda: len(partitions(two)) == 1)
             await until(lambda: len(done) + len(other.done) == 6)
     assert len(set(done + other.done)) == 6
+
+
+@pytest.mark.rule(46)
+@pytest.mark.parametrize("hangs", ["commit", "load"])
+async def test_release_does_not_wait_for_a_commit_that_hangs(
+    world: World, monkeypatch: pytest.MonkeyPatch, hangs: str
+) -> None:
+    """Neither for the look whether one without an answer was stored."""
+    hanging = asyncio.Event()
+    async with world.running(Handler(bad=Reject("bad")), drain_s=0.1) as one:
+        await until(lambda: len(partitions(one)) == 2)
+        (owner,) = (source for _reader, source in one._readers)
+        inner = getattr(MemoryMember, hangs)
+
+        async def hang(member: MemoryMember, *given: Any) -> Any:
+            if member is not owner:
+                return await inner(member, *given)
+            hanging.set()
+            await asyncio.Event().wait()
+
+        if hangs == "load":
+            world.group.lose_answer_of_next_commit(LostReply.NOT_DONE)
+        monkeypatch.setattr(MemoryMember, hangs, hang)
+        world.produce("bad")
+        await hanging.wait()
+        async with world.running(Handler()) as two:
+            await until(lambda: len(partitions(two)) == 1)
 
 
 async def test_handlers_are_cancelled_after_drain(world: World) -> None:

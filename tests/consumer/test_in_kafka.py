@@ -21,6 +21,8 @@ from txbroker.consumer import (
 )
 from txbroker.consumer.rounds import StoreTraits
 from txbroker.core.consuming.copies import CLEARED_HEADER
+from txbroker.core.consuming.position import Later as LaterStages
+from txbroker.core.consuming.position import Metadata, StoredOffset, encode_metadata
 from txbroker.errors import ConfigurationError
 from txbroker.testing.consuming import MemoryMember
 from txbroker.testing.topics import LostReply
@@ -403,6 +405,38 @@ async def test_first_stage_ends_when_its_partition_is_lost(
     assert prices.prices == ["1", "2"]
 
 
+@pytest.mark.rule(44)
+async def test_outputs_of_a_cancelled_call_are_dropped(prices: Prices) -> None:
+    """Its `after` hook waits. The next message has passed its first stage, and has no outputs."""
+    prices.kafka.add_partitions("orders", 2)
+    prices.produce("1")
+    prices.produce("2", partition=1)
+    metadata = Metadata(1, later=LaterStages(0))
+    prices.group.offsets["orders", 1] = StoredOffset(1, encode_metadata(1, metadata)[0])
+    waits = asyncio.Event()
+
+    async def after(message: ReceivedMessage, error: BaseException | None) -> None:
+        if text(message) == "1" and not waits.is_set():
+            waits.set()
+            await asyncio.Event().wait()
+
+    async with prices.consumer(after=after, in_flight_max=1) as consumer:
+        consumer.suspend(partition=1)
+        task = asyncio.create_task(consumer.run(Pricing()))
+        await waits.wait()
+        partitions = consumer._engine.partitions
+        (first,) = (each for each in partitions if each.in_flight)
+        consumer.suspend(partition=0)
+        partitions.interrupt(first)
+        consumer.resume(partition=1)
+        await until(lambda: prices.committed(1)[1].later is None)
+        assert prices.prices == []
+        consumer.resume(partition=0)
+        await prices.has("1")
+        consumer.stop()
+        await task
+
+
 # --- released keys ---------------------------------------------------------------------------
 
 
@@ -505,3 +539,25 @@ async def test_first_stages_are_not_repeated_after_a_gap(prices: Prices) -> None
     async with prices.running(first, run={"then": [second]}, on_gap="skip"):
         await passed.wait()
     assert prices.prices == ["0", "1", "2", "3"]
+
+
+async def test_outputs_are_refused_after_a_later_copy_failed(prices: Prices) -> None:
+    """The release has ended, and with it the feed of both."""
+    handler = Pricing(**{f"{n}": ValueError("bug") for n in range(3)})
+    options = {"on_failure": "aside", "local_attempts_max": 1}
+    prices.produce(*(f"bad={n}" for n in range(3)))
+
+    async def handle(message: ReceivedMessage, out: Outputs) -> None:
+        if not handler.failing.get("0") and text(message) == "0":
+            out.send(Message("prices", b"large", bytes(2 << 20)))
+        await handler(message, out)
+
+    async with prices.running(handle, **options) as consumer:
+        await prices.commits(3)
+        handler.failing = {"1": [ValueError("bug"), None]}
+        prices.release(b"bad")
+        await until(lambda: prices.values("dead") == ["0"])
+        await until(prices.release_has_ended)
+        prices.release(b"bad")
+        await until(lambda: consumer.statistics().aside_keys == 0)
+    assert prices.prices == ["1", "2"]

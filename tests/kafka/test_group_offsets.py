@@ -369,6 +369,26 @@ async def test_load_waits_for_open_transactions(both: World) -> None:
     assert await loading == {both.at: StoredOffset(2, "")}
 
 
+@pytest.mark.rule(46)
+async def test_commit_that_is_given_up_leaves_no_open_transaction(
+    both: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next owner need not wait until Kafka ends it."""
+    _member, offsets = await both.member(exact=True)
+    await offsets.commit({both.at: StoredOffset(1, "")})
+
+    def give_up(name: str) -> None:
+        if name == "consumer.ending":
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(failpoints, "hook", give_up)
+    with pytest.raises(asyncio.CancelledError):
+        await offsets.commit({both.at: StoredOffset(2, "")})
+    monkeypatch.setattr(failpoints, "hook", None)
+    loaded = asyncio.wait_for(both.offsets().load([both.at]), 5)
+    assert await loaded == {both.at: StoredOffset(1, "")}
+
+
 @pytest.mark.rule(34)
 @pytest.mark.parametrize("moment", ["consumer.copied", "consumer.ending"])
 @pytest.mark.parametrize("earlier", [[], [b"1"]])

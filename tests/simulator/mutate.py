@@ -48,6 +48,7 @@ MUST_BE_CAUGHT = {
         "unstable offsets are read",
         "offsets in a transaction have no generation",
         "offsets are stored outside of the transaction",
+        "a producer whose transaction may be open is used again",
         "the result of an unanswered commit is not looked up",
         "an unanswered commit counts as stored",
         "outputs are stored before the position",

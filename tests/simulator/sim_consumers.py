@@ -131,9 +131,7 @@ def shape_of(seed: int, without: frozenset[str]) -> ConsumerShape:
         unfit.add("replaced")  # a file is locked; and only tokens guard a name with two processes
     elif rows and static and draw.random() < 0.5:
         # Within its lease only its token stops the old process.
-        kinds = tuple(
-            each for each in KINDS if each in (*kinds, "replaced") and each not in without
-        )
+        kinds = tuple(each for each in ("replaced", *kinds[:1]) if each not in without)
     if rows:
         unfit.add("wall clock")  # a row waits for the time that its process took for right
     if store != "file" and order == "none":
@@ -520,7 +518,8 @@ class Consumers(Room):
         sample = sample_of(self.stored[-1], [TOPIC])
         if self.tables is not None:
             try:
-                sample = replace(sample, table=self.tables.positions(GROUP))
+                table, serial = self.tables.positions(GROUP), self.tables.last_serial()
+                sample = replace(sample, table=table, serial=serial)
             except sqlite3.Error:  # locked, or not created yet
                 return
         self.samples.append(sample)

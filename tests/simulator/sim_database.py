@@ -103,6 +103,10 @@ class Databases:
             self.note(f"database: the transaction of {each.process.name} has timed out")
             each.end()
 
+    def holds(self, process: Process) -> bool:
+        """Return whether a process has a transaction open."""
+        return any(each.process is process and each.holds for each in self._open)
+
     def end_of(self, process: Process) -> None:
         """End the sessions of a process that is gone."""
         for each in [each for each in self._open if each.process is process]:

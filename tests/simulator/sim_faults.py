@@ -172,11 +172,32 @@ class Faults:
         self._later(until_s, actor.resume)
 
     def _replaced(self, until_s: float) -> str:
+        """Replace an actor soon, in the middle of a transaction of a database if there are any."""
+        ends_s = self._loop.time() + 3.0
+
+        def look() -> None:
+            busy = [each for each in self._actors if each.up and self._in_transaction(each)]
+            if self.healed:
+                return
+            if busy or self._loop.time() > ends_s:
+                self._operator.context.copy().run(self._replace, busy, until_s)
+            else:
+                self._loop.call_later(0.1, look)
+
+        self._loop.call_later(0.1, look)
+        return "some actor"
+
+    def _in_transaction(self, actor: Actor) -> bool:
+        return self.databases is not None and self.databases.holds(actor.process)
+
+    def _replace(self, busy: Sequence[Actor], until_s: float) -> None:
         """Start an actor's successor while the old one is stopped, or reaches databases only."""
-        actor = self._some_actor()
+        actor = self._random.choice(busy) if busy else self._some_actor()
         if actor is None or actor.process.life is Life.PAUSED:
-            return ""
+            return
         old, asleep = actor.process, self._random.random() < 0.6
+        if busy:  # mostly it goes on within its lease: its token alone stops it
+            until_s = self._random.choice([1.0, 1.5, 2.0, until_s])
         if asleep:
             actor.pause()
         old.name = f"{actor.name}~"
@@ -188,7 +209,7 @@ class Faults:
             self._later(until_s, actor.wake, old)
         else:
             self._later(until_s, self._network.cuts.difference_update, pairs)
-        return f"{actor.name}, {'stopped' if asleep else 'cut off'}"
+        self.note(f"{actor.name} is replaced", "stopped" if asleep else "cut off")
 
     def _cut(self, until_s: float) -> str:
         actor = self._random.choice(self._actors)

@@ -239,8 +239,9 @@ class Reader:
             revoked = [place for place in self._partitions if place not in self._target]
             if revoked := [place for place in revoked if place not in self._releasing]:
                 self._releasing.update(revoked)
-                partitions = [self._partitions[place] for place in revoked]
-                self._background.start(self._release(partitions, self._losses))
+                self._background.start(
+                    self._release([self._partitions[place] for place in revoked], self._losses)
+                )
             held = self._partitions.keys() | self._releasing
             self._disown(self._source.owned - held - self._target)
             try:
@@ -390,7 +391,7 @@ class Reader:
     async def _give_up(self, partitions: Sequence[PartitionState], losses: int) -> None:
         """Let others have partitions, once no round with them is in flight: it would be stored in
         the generation that follows, over the positions of their next owner."""
-        async with self._rounds.between_rounds:
+        async with self._rounds.paused(self._options.drain_s):
             if losses == self._losses:
                 for partition in partitions:
                     self._drop(partition)

@@ -7,8 +7,9 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Protocol
+from weakref import WeakSet
 
 import structlog
 from msgspec import Struct
@@ -32,6 +33,8 @@ _PAUSE_S, _PAUSE_MAX_S = 0.05, 5.0
 _REST_S = 0.01
 """Between rounds: at full speed `max_batch` messages are done in less, and more commits would cost
 the broker and this process a fifth of their time."""
+_ROUND_MAX_S = 60.0
+"""The longest round: each of its requests may be repeated for some time."""
 _FLUSH_MIN_S, _FLUSH_PAUSE_S = 1.0, 0.1
 _REFUSED_PAUSES_S = (1.0, 60.0)
 """Pauses where Kafka answers and refuses, as without a right: the first and the longest."""
@@ -97,10 +100,9 @@ class _Round(Struct, eq=False):
         admitted: at most once: messages that count as done.
     """
 
-    offsets: dict[Partition, StoredOffset]
+    offsets: dict[PartitionState, StoredOffset]
     pending: dict[PartitionState, list[Pending]]
     admitted: dict[PartitionState, list[ReceivedMessage]]
-    partitions: list[PartitionState]
 
 
 class _Due:
@@ -148,7 +150,8 @@ class Rounds:
         self._store = store
         self._policy = policy
         self._traits = traits
-        self._fenced = fenced
+        self.fence = fenced
+        """See `Commits.fence`."""
         self._dirty: dict[PartitionState, None] = {}
         self.copies = PendingCopies(engine.partitions.memory)
         self._soon = False
@@ -159,14 +162,14 @@ class Rounds:
         """A round with copies whose result is not known."""
         self._due = _Due(0 if engine.before else policy.max_batch)
         self._in_flight: asyncio.Timeout | None = None
-        """Ends the commit of the round in flight."""
-        self.between_rounds = asyncio.Lock()
+        """Ends the round in flight."""
+        self._between_rounds = asyncio.Lock()
         """While it is held no round is in flight."""
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
         commits = engine.partitions.commits
         self.outage = Outage(lambda: [each for each, by in commits.items() if by is self])
-        self._pauses: list[asyncio.TimerHandle] = []
+        self._pauses: WeakSet[asyncio.TimerHandle] = WeakSet()
 
     def start(self) -> None:
         """Begin to store positions."""
@@ -174,7 +177,7 @@ class Rounds:
 
     async def close(self) -> None:
         """End without a last round; call `flush` before."""
-        for pause in self._pauses:
+        for pause in list(self._pauses):
             pause.cancel()
         if self._task is not None:
             self._task.cancel()
@@ -230,14 +233,11 @@ class Rounds:
         self._dirty.pop(partition, None)
         self._full.discard(partition)
         if self._unknown is not None:
+            self._unknown.offsets.pop(partition, None)
             self._unknown.pending.pop(partition, None)
         for each in self.copies.drop(partition):
             if each.owner is not None:
                 each.owner.dropped(each)
-
-    def fence(self, partition: PartitionState) -> None:
-        """See `Commits.fence`."""
-        self._fenced(partition)
 
     async def flush(self, partitions: Collection[PartitionState]) -> None:
         """Store the positions and copies of partitions now.
@@ -246,7 +246,7 @@ class Rounds:
             KafkaUnavailable: they are not stored, or it is unknown.
         """
         while True:
-            async with self.between_rounds:  # one in flight may hold these partitions
+            async with self._between_rounds:  # one in flight may hold these partitions
                 if not any(partition.dirty for partition in partitions):
                     return
             await self._round()
@@ -274,12 +274,25 @@ class Rounds:
             except (KafkaUnavailable, TimeoutError) as error:
                 if left_s < _FLUSH_PAUSE_S or getattr(error, "lasting", False):
                     log.warning("positions not stored", error=safe_repr(error))
-                    if self._in_flight is not None and not self._in_flight.expired():
-                        self._in_flight.reschedule(self._loop.time())
+                    self._give_up()
                     return
                 await asyncio.sleep(_FLUSH_PAUSE_S)
             else:
                 return
+
+    @contextlib.asynccontextmanager
+    async def paused(self, within_s: float) -> AsyncIterator[None]:
+        """Begin no round. One in flight is given up after `within_s`."""
+        end = self._loop.call_later(max(_FLUSH_MIN_S, within_s), self._give_up)
+        try:
+            async with self._between_rounds:
+                yield
+        finally:
+            end.cancel()
+
+    def _give_up(self) -> None:
+        if self._in_flight is not None and not self._in_flight.expired():
+            self._in_flight.reschedule(self._loop.time())
 
     async def _run(self) -> None:
         failures = 0
@@ -320,69 +333,63 @@ class Rounds:
                 await asyncio.wait_for(self._due.now.wait(), left_s)
 
     async def _round(self) -> None:
-        async with self.between_rounds:
+        async with self._between_rounds:
             self._due.begin()
             if any(partition.lease.deadline_s <= self._loop.time() for partition in self._dirty):
                 raise Fenced("the lease has ended: nothing is stored")
-            if self._unknown is not None and await self._is_stored(self._unknown):
-                stored, self._unknown = self._unknown, None
-                self._finish(stored)
-                self._resume()
-                return
-            self._unknown = None
-            round_ = self._begin()
-            pendings = [each for some in round_.pending.values() for each in some]
             try:
-                fenced: Collection[Partition] = ()
-                if round_.offsets:
-                    self._unknown = (
-                        round_ if round_.pending and not self._traits.repeatable else None
-                    )
-                    copies = [copy for each in pendings for copy in each.copies]
-                    failpoint("consumer.committing")
-                    fenced = await self._commit(round_.offsets, copies)
-                    failpoint("consumer.committed")
-            except Refused as error:
-                self._unknown = None
-                self._refuse(pendings, error)
-                self._again(round_)
-                self._engine.waiting.wake()
-            except Fenced:
-                self._unknown = None
-                self._again(round_)
-                raise
-            except BaseException:
-                self._again(round_)
-                raise
-            else:
-                self._unknown = None
-                for partition in round_.partitions:
-                    if partition.place in fenced:
-                        self.fence(partition)
-                self._finish(round_)
-                self._resume()
+                async with asyncio.timeout(_ROUND_MAX_S) as self._in_flight:
+                    await self._store_next()
+            except TimeoutError:
+                why = "it took too long, or its partitions are released"
+                raise KafkaUnavailable(f"a commit was given up: {why}") from None
+            finally:
+                self._in_flight = None
 
-    async def _commit(
-        self, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy]
-    ) -> Collection[Partition]:
+    async def _store_next(self) -> None:
+        if self._unknown is not None and await self._is_stored(self._unknown):
+            stored, self._unknown = self._unknown, None
+            self._finish(stored)
+            self._resume()
+            return
+        self._unknown = None
+        round_ = self._begin()
+        pendings = [each for some in round_.pending.values() for each in some]
         try:
-            async with asyncio.timeout(None) as self._in_flight:
-                return await self._store.commit(offsets, copies) or ()
-        except TimeoutError:
-            raise KafkaUnavailable("given up, because partitions are released") from None
-        finally:
-            self._in_flight = None
+            fenced: Collection[Partition] = ()
+            if round_.offsets:
+                self._unknown = round_ if round_.pending and not self._traits.repeatable else None
+                offsets = {each.place: stored for each, stored in round_.offsets.items()}
+                copies = [copy for each in pendings for copy in each.copies]
+                failpoint("consumer.committing")
+                fenced = await self._store.commit(offsets, copies) or ()
+                failpoint("consumer.committed")
+        except Refused as error:
+            self._unknown = None
+            self._refuse(pendings, error)
+            self._again(round_)
+            self._engine.waiting.wake()
+        except Fenced:
+            self._unknown = None
+            self._again(round_)
+            raise
+        except BaseException:
+            self._again(round_)
+            raise
+        else:
+            self._unknown = None
+            for partition in round_.offsets:
+                if partition.place in fenced:
+                    self.fence(partition)
+            self._finish(round_)
+            self._resume()
 
     async def _is_stored(self, round_: _Round) -> bool:
         """Return whether a round without an answer was stored: a second attempt would write its
         copies again. It was stored as a whole or not at all."""
-        mine = {
-            partition.place
-            for partition in self._engine.partitions
-            if partition.place in round_.offsets
-        }
+        mine = {partition.place: stored for partition, stored in round_.offsets.items()}
         found = await self._store.load(mine)
-        return any(found.get(place) == round_.offsets[place] for place in mine)
+        return any(found.get(place) == stored for place, stored in mine.items())
 
     def _begin(self) -> _Round:
         partitions, self._dirty = list(self._dirty), {}
@@ -392,7 +399,7 @@ class Rounds:
             else {}
         )
         pending = self.copies.take(partitions)
-        round_ = _Round({}, pending, admitted, partitions)
+        round_ = _Round({}, pending, admitted)
         distinct = bool(pending) and not self._traits.repeatable
         waits = False
         for partition in partitions:
@@ -420,7 +427,7 @@ class Rounds:
             if partition in self._full and partition in pending:
                 self._full.discard(partition)
                 log.info("outputs go on", partition=partition.place)
-            round_.offsets[partition.place] = stored
+            round_.offsets[partition] = stored
         taken = sum(len(each.copies) for some in pending.values() for each in some)
         left = self.copies.count - taken
         self._soon = self._soon and left > 0
@@ -437,7 +444,7 @@ class Rounds:
         return list(itertools.islice(partition.gate, count))
 
     def _again(self, round_: _Round) -> None:
-        for partition in round_.partitions:
+        for partition in round_.offsets:
             if partition in self._engine.partitions:
                 self.changed(partition, 0)
 
@@ -471,9 +478,7 @@ class Rounds:
         messages = []
         for each in self.copies.drop(partition):
             if each.message is None:
-                pause = self._loop.call_later(_PAUSE_MAX_S, self.store, each)
-                self._pauses = [one for one in self._pauses if one.when() > self._loop.time()]
-                self._pauses.append(pause)
+                self._pauses.add(self._loop.call_later(_PAUSE_MAX_S, self.store, each))
             elif each.first:
                 assert each.owner is not None
                 each.owner.dropped(each)
@@ -483,8 +488,8 @@ class Rounds:
 
     def _finish(self, round_: _Round) -> None:
         partitions = self._engine.partitions
-        for partition in round_.partitions:
-            partition.progress.confirm(round_.offsets[partition.place])
+        for partition, stored in round_.offsets.items():
+            partition.progress.confirm(stored)
         for partition, pendings in round_.pending.items():
             self.copies.remove(partition, pendings)
             for each in pendings if partition in partitions else ():

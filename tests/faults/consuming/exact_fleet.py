@@ -178,7 +178,8 @@ class ExactFleet(Fleet):
         if self.tables is None:
             return found
         table = await asyncio.to_thread(self.tables.positions, self.group)
-        return replace(found, at=time.monotonic(), table=table)
+        serial = await asyncio.to_thread(self.tables.last_serial)
+        return replace(found, at=time.monotonic(), table=table, serial=serial)
 
     async def _open(self) -> list[str]:
         if self.tables is None:

@@ -7,7 +7,7 @@ It imports nothing of txbroker, and reads tables by their documented columns.
 | E1 | a message has one effect if its stored position says so and it is not kept as failed |
 | E2 | the effects of a lane are in offset order, by the order of their commits |
 | E3 | tokens never fall, neither those of effects nor the stored ones; nor does a position |
-| E3 | no call that begins after a higher token was in the table has an effect |
+| E3 | no effect is committed in the table after a higher token |
 | E4 | later stages follow an effect at least once and in order; none is lost |
 | E5 | the copy of a position in Kafka is never ahead of the position |
 | E6 | in the end all of each topic is done, under its name |
@@ -17,6 +17,7 @@ It imports nothing of txbroker, and reads tables by their documented columns.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,11 +104,13 @@ class Sample:
 
     Attributes:
         mirror: offsets and done ranges in Kafka.
+        serial: the highest serial number of effects, read after the positions; only in a database.
     """
 
     at: float
     mirror: Mapping[Place, Position]
     table: Mapping[Place, TablePosition]
+    serial: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -244,24 +247,15 @@ class ExactJudge:
                 yield Violation("E3", f"{place[0]}-{place[1]}", "its stored position is gone")
 
     def _replaced(self) -> Iterator[Violation]:
-        """No effect is of a call that began after a higher token was seen in the table. In Kafka an
-        owner may raise it itself, so that no two commits store the same."""
-        if not self._outcome.mirrored:
-            return
-        begins: dict[tuple[Source, int], Try] = {}
-        for each in self._tries:
-            if each.effect:
-                begins.setdefault((each.source, each.token), each)
+        """No effect is committed after a higher token."""
         higher: dict[Place, dict[int, float]] = defaultdict(dict)
         for sample in self._outcome.samples:
             for place, now in sample.table.items():
-                higher[place].setdefault(now.token, sample.at)
+                higher[place].setdefault(now.token, sample.serial)
         for effect in self._outcome.effects:
-            call = begins.get((effect.source, effect.token))
-            seen = higher[call.place] if call is not None else {}
-            late = [token for token, at in seen.items() if token > effect.token and call.begin > at]
-            if late:
-                why = f"begun and stored with token {effect.token}, after {late[0]} was stored"
+            seen = higher[effect.source[:2]].items()
+            if late := [each for each, at in seen if each > effect.token and effect.serial > at]:
+                why = f"stored with token {effect.token}, after {late[0]}"
                 yield Violation("E3", text(effect.source), f"{why}: {effect.instance}")
 
     # --- E4 ----------------------------------------------------------------------------------

@@ -204,6 +204,12 @@ class Tables:
             ) in rows
         ]
 
+    def last_serial(self) -> int:
+        """Return the highest serial number of effects; 0: there are none."""
+        with self.connection() as connection:
+            ((serial,),) = execute(connection, "SELECT COALESCE(MAX(serial), 0) FROM effects")
+        return int(serial)
+
     def positions(self, group: str) -> dict[Place, TablePosition]:
         """Return the positions of a group, of one moment; none if there are no tables yet."""
         with self.connection() as connection:

@@ -296,9 +296,10 @@ def position_falls(run: Run) -> None:
 
 
 def replaced_owner(run: Run) -> None:
-    run.sample(2, 6, mirror=6)  # another owner has claimed, and then the old one goes on
-    last = ("orders", 0, 5)
-    run.tries[-1] = Try(last, PLACE, 1, "b", "c1", 20.0, 20.5, "ok")
+    """Another owner has claimed, and then the old one stores a result."""
+    last = max(each.serial for each in run.effects if each.source[:2] == PLACE)
+    run.sample(2, 6, mirror=6)
+    run.samples[-1] = replace(run.samples[-1], serial=last - 1)
 
 
 def position_gone(run: Run) -> None:

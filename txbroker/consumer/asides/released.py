@@ -16,7 +16,6 @@ import structlog
 from txbroker.consumer.engine.loop import Engine
 from txbroker.consumer.message import ReceivedMessage, messages_of
 from txbroker.core.consuming.copies import Failed, Partition, is_original
-from txbroker.core.consuming.lifecycle import MessageState
 from txbroker.core.consuming.partition import Feed, PartitionState
 from txbroker.core.consuming.queues import StopReason
 from txbroker.core.records import Record
@@ -66,39 +65,39 @@ async def original(door: Reads, message: Record, failed: Failed) -> Record:
 
 
 class KeyFeed(Feed):
-    """The copies of a released key.
+    """Copies of a released key.
 
     Args:
-        copies: where they are.
+        copies: in order.
+        kept: where they are.
 
     Attributes:
         cleared: how many of the copies are cleared together with their results.
         gave_up: one of them failed again.
     """
 
-    def __init__(self, partition: PartitionState, key: bytes | int, copies: KeptCopies) -> None:
+    def __init__(
+        self,
+        partition: PartitionState,
+        key: bytes | int,
+        copies: Sequence[Record],
+        kept: KeptCopies,
+    ) -> None:
         super().__init__(partition)
         self._key = key
-        self._copies = copies
+        self._kept = kept
         self.is_kept = partition.keeps_rows
         self.cleared = 0
         self.gave_up = False
-        self._numbers: dict[ReceivedMessage, int] = {}
+        # Not the messages: they have this feed, in a cycle that the garbage collector does not see.
+        self._numbers = {copy.offset: number for number, copy in enumerate(copies)}
         self._counts: dict[int, int] = {}
 
-    def begin(self, messages: Sequence[ReceivedMessage]) -> None:
-        """Note the messages that it will have, in order."""
-        self._numbers = {message: number for number, message in enumerate(messages)}
-
-    def end(self) -> int:
-        """Forget the messages; return how many of the first ones are done."""
-        done = 0
-        for message in self._numbers:
-            if message.state is not MessageState.DONE:
-                break
-            done += 1
-        self._numbers.clear()  # a cycle that the garbage collector does not see
-        return done
+    @property
+    def done(self) -> int:
+        """How many of the first ones are done."""
+        finished, numbers = set(self.finished), self._numbers
+        return next((numbers[at] for at in numbers if at not in finished), len(numbers))
 
     @property
     def ended(self) -> bool:
@@ -107,11 +106,11 @@ class KeyFeed(Feed):
 
     def clearance(self, message: ReceivedMessage) -> Sequence[Copy]:
         """See `Feed.clearance`: with the copies before that have no result to store."""
-        number = self._numbers[message]
+        number = self._numbers[message.record.offset]
         if number not in self._counts:
             self._counts[number] = number + 1 - self.cleared
             self.cleared = number + 1
-        clearance = self._copies.clearance(message, self._counts[number])
+        clearance = self._kept.clearance(message, self._counts[number])
         if clearance and number + 1 == len(self._numbers):
             # Before it can be stored, see `TopicAsides.clear`.
             self.partition.stop(StopReason.CLEARING, self._key)
@@ -119,7 +118,7 @@ class KeyFeed(Feed):
 
     def stage_mark(self, message: ReceivedMessage) -> Sequence[Copy]:
         """See `Feed.stage_mark`."""
-        return self._copies.stage_mark(message)
+        return self._kept.stage_mark(message)
 
     def fail_again(self) -> bool:
         """The key stays set aside; return True."""
@@ -217,8 +216,8 @@ class ReleasedKeys:
                     if not copies:
                         await self._copies.changed()
                         continue
-                    released, count = await self._handle_chunk(partition, key, copies)
-                    if done := copies[:count]:
+                    released = await self._handle_chunk(partition, key, copies)
+                    if done := copies[: released.done]:
                         await self._copies.clear(partition, key, done, released.cleared)
                     if released.gave_up:
                         await self._copies.keep(partition, key, copies[0])
@@ -236,18 +235,15 @@ class ReleasedKeys:
 
     async def _handle_chunk(
         self, partition: PartitionState, key: bytes | int, copies: Sequence[Record]
-    ) -> tuple[KeyFeed, int]:
-        """Return the feed of some copies, and how many of the first ones are done."""
-        feed = KeyFeed(partition, key, self._copies)
-        messages = messages_of(feed, self._engine, copies, _ONE_LANE)
-        feed.begin(messages)
+    ) -> KeyFeed:
+        """Return the feed of some copies, which has ended."""
+        feed = KeyFeed(partition, key, copies, self._copies)
         self._engine.partitions.add_feed(feed)
         try:
-            self._engine.arrivals.accept(feed, messages)
+            self._engine.arrivals.accept(feed, messages_of(feed, self._engine, copies, _ONE_LANE))
             while not feed.ended:
                 await self._engine.waiting.wait(self._engine.waiting.watchers)
             failpoint("consumer.key_handled")
         finally:
             self._engine.partitions.remove_feed(feed)
-            done = feed.end()
-        return feed, done
+        return feed

@@ -141,26 +141,29 @@ async def take(
         max_wait_s: how long to wait for more than one, seconds.
     """
     loop, until_s = asyncio.get_running_loop(), 0.0
-    messages: dict[ReceivedMessage, None] = {}
+    messages: list[ReceivedMessage] = []
+
+    def mine() -> list[ReceivedMessage]:
+        # One that was given back and taken again has its last place.
+        found = [each for each in reversed(messages) if engine.call_of(each) is call]
+        return list(dict.fromkeys(found))[::-1]
+
     call.collecting = True
     try:
         while len(messages) < count:
             message = engine.next(call, together=True, more=bool(messages))
             if message is not None:
-                messages.pop(message, None)  # given back, and taken again
                 if message.alone and messages:
                     engine.partitions.give_back([message])
                     break
-                messages[message] = None
+                messages.append(message)
                 if message.alone:
                     break
-                for each in engine.more(call, message, count - len(messages)):
-                    messages.pop(each, None)
-                    messages[each] = None
+                messages += engine.more(call, message, count - len(messages))
                 until_s = until_s or loop.time() + max_wait_s
                 continue
             # Some may have been given back, because their lease ended.
-            messages = {each: None for each in messages if engine.call_of(each) is call}
+            messages = mine()
             if engine.stopping or (messages and loop.time() >= until_s):
                 break
             if messages:
@@ -170,12 +173,11 @@ async def take(
                 until_s = 0.0
                 await engine.wait()
     except BaseException:
-        engine.partitions.give_back([each for each in messages if engine.call_of(each) is call])
+        engine.partitions.give_back(mine())
         raise
     finally:
         call.collecting = False
-    found = [each for each in messages if engine.call_of(each) is call]
-    partitions = engine.partitions
+    found, partitions = mine(), engine.partitions
     if found and found[0] is partitions.alone.message and not await partitions.note_alone(call):
         return await take(engine, count, max_wait_s, call)
     return found
@@ -389,8 +391,12 @@ class _Worker(HandlerCall):
         time = asyncio.get_running_loop().time
         began_s = time()
         while True:
+            # While it waits it keeps no messages, whose partition may be lost.
+            argument: Any = None
+            messages: Sequence[ReceivedMessage] = ()
+            error: BaseException | None = None
             # Hot path: a handler that does not wait costs no switch between tasks.
-            argument: Any = engine.next(self) if not batch else await self._take()
+            argument = engine.next(self) if not batch else await self._take()
             if not argument:
                 if engine.stopping:
                     return
@@ -405,7 +411,6 @@ class _Worker(HandlerCall):
             self.since_s = now_s = engine.now_s
             if exact and not batch:
                 self.reports = {}  # results count once they are stored
-            error: BaseException | None = None
             try:
                 await handler(argument)
             except (KeyboardInterrupt, SystemExit) as raised:
@@ -444,14 +449,14 @@ class _Worker(HandlerCall):
         if cancelled:
             self.interrupted, self._reason = False, None
             self.task.uncancel()
+        reports, self.reports = self.reports or {}, None
+        outputs, self.outputs = self.outputs, ()
         if isinstance(error, asyncio.CancelledError):
             if reason is not None:
                 error = reason
             elif cancelled or self.task.cancelling():
                 self._engine.cancelled(messages, self)
                 return
-        reports, self.reports = self.reports or {}, None
-        outputs, self.outputs = self.outputs, ()
         divided = error is not None and len(messages) > 1 and not self._engine.before
         if divided and error is not None and not isinstance(error, RolledBack):
             self._engine.lines.note(

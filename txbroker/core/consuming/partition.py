@@ -183,7 +183,9 @@ class PartitionState:
     def lose(self) -> list[Any]:
         """Drop all messages; return the calls that have some."""
         calls = [call for feed in list(self.feeds) for call in self.remove_feed(feed)]
+        # Messages have their partition, in cycles that the garbage collector does not see.
         self.gate.clear()
+        self.starts = StartCount()
         return calls
 
     # --- positions ---------------------------------------------------------------------------

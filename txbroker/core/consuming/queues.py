@@ -386,7 +386,9 @@ class Queues(Generic[M]):
         return lane
 
     def take_back(self, queue: PartitionQueue[M], message: M) -> None:
-        """Put a message that was settled to the front of its lane."""
+        """Put a message that was settled to the front of its lane, unless its queue has ended."""
+        if queue.removed:
+            return
         key = message.lane_key
         if key is None:
             lane = Lane(queue, None)

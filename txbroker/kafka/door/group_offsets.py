@@ -94,12 +94,12 @@ class CommittedOffsets:
                     await self._writer.claim()
                 await self._writer.write(copies)
                 await self._writer.commit(offsets=[stored])
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # as where its partitions are released
             await self.close()
             raise
 
     async def close(self) -> None:
-        """End a transaction whose result is unknown: the next owner waits for its offsets.
+        """End a transaction whose result is unknown: readers and the next owner wait for it.
 
         Otherwise it ends when it times out.
         """
