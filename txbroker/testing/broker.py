@@ -272,7 +272,9 @@ class InMemoryBroker:
                 return
             clock.advance(step_ms / 1000)
             for owner in self._proxy.broker.partitions.open().values():
-                owner.clock_at_least(clock.now_ms())
+                owner.clock.at_least(clock.now_ms())
+                owner.id_clock.at_least(clock.now_ms())
+                owner.checks.look_again()
 
     def _due_ms(self) -> list[int]:
         """Return the due times of pending transactions, except those of unreachable groups."""

@@ -198,7 +198,8 @@ class _Reading:
         for place, counts in enumerate(taken):
             for name, number in counts.items():
                 self.count(name, ((place, number),))
-        if owner.suspended_since_ms is not None or owner.kafka.silent_since_ms(owner.now_ms()):
+        silent = owner.kafka.silent_since_ms(owner.clock.now_ms())
+        if owner.suspended_since_ms is not None or silent:
             self.current = False
         pending, parked = index.pending_by_group, index.parked_by_group
         whole.pending += sum(pending.values())

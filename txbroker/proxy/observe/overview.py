@@ -117,7 +117,7 @@ class _Moment(NamedTuple):
 
 
 def _moment(owner: ObservedPartition) -> _Moment:
-    now_ms = owner.now_ms()
+    now_ms = owner.clock.now_ms()
     silent_ms = owner.kafka.silent_since_ms(now_ms)
     since = [at_ms for at_ms in (silent_ms, owner.suspended_since_ms) if at_ms is not None]
     return _Moment(owner, now_ms, silent_ms, min(since, default=None))

@@ -87,10 +87,10 @@ class PartitionOwner:
         gate: set unless this owner is suspended.
         kafka: whether Kafka answers the regular reads of the logs.
         suspended_since_ms: by the brokers' clock, None unless it is suspended.
-        now_ms: returns the time by the brokers' clock, ms.
-        id_ms: returns the time by which ids are made and judged, ms: where the half topic's log
-            clock will stand when a record is appended now. If that broker's clock is put back the
-            log clock stands still, and ids by any other clock would soon be void.
+        clock: the brokers' clock.
+        id_clock: by it ids are made and judged: where the half topic's log clock will stand when a
+            record is appended now. If that broker's clock is put back the log clock stands still,
+            and ids by any other clock would soon be void.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class PartitionOwner:
         self.kafka = KafkaAnswers()
         self.suspended_since_ms: int | None = None
         self.gate = context.gate
-        self.now_ms = context.clock.now_ms
-        self.id_ms = context.id_clock.now_ms
+        self.clock = context.clock
+        self.id_clock = context.id_clock
         self._phase = PartitionState.CLAIMING
         self._resumed_s = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
@@ -149,7 +149,7 @@ class PartitionOwner:
         claimed = await self._claims.first()
         self._phase = PartitionState.REPLAYING
         await self._begin(await recover(self._context, claimed))
-        clock = LogClockFollower(self._context.clock, self.ledger)
+        clock = LogClockFollower(self.clock, self.ledger)
         self._context.followers.extend((clock, self.checks, self._promoter))
         failpoint("recover.done")
         loops = (
@@ -166,11 +166,9 @@ class PartitionOwner:
         self._promoter.wake()
 
     async def _begin(self, recovered: Recovered) -> None:
-        clock, id_clock = self._context.clock, self._context.id_clock
-        clock.at_least(recovered.timestamp_ms)
-        id_clock.at_least(recovered.timestamp_ms)
-        clock.at_least(max(self.ledger.half_clock_ms, self.ledger.op_clock_ms))
-        id_clock.at_least(self.ledger.half_clock_ms)
+        half_ms = max(recovered.timestamp_ms, self.ledger.half_clock_ms)
+        self.clock.at_least(max(half_ms, self.ledger.op_clock_ms))
+        self.id_clock.at_least(half_ms)
         self._snapshots.start_from(recovered.greatest, recovered.snapshots, recovered.position)
         await self._retention.deleted_before(recovered.half_start)
         yielder = Yielder()
@@ -207,7 +205,7 @@ class PartitionOwner:
         """
         if self.gate.is_set():
             self.gate.clear()
-            self.suspended_since_ms = self.now_ms()
+            self.suspended_since_ms = self.clock.now_ms()
             failpoint("handover.suspended")
             self._half.turn_away()
             self._op.turn_away()
@@ -262,12 +260,6 @@ class PartitionOwner:
         log, actions = context.door.op, context.proxy.actions
         await actions.read_back(log, self.partition, until_s, group_of)
 
-    def clock_at_least(self, now_ms: int) -> None:
-        """Put the clocks forward to a time that a broker's clock has reached."""
-        self._context.clock.at_least(now_ms)
-        self._context.id_clock.at_least(now_ms)
-        self.checks.look_again()
-
     def _begin_task(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
         task = asyncio.create_task(loop())
         task.add_done_callback(self._ended)
@@ -286,7 +278,7 @@ class PartitionOwner:
             self.rates.sample()
             self.ledger.index.share_by(self._context.proxy.principals().share_of)
             try:
-                self.kafka.asked(self.now_ms())
+                self.kafka.asked(self.clock.now_ms())
                 await self._half.look(IDLE_S)
                 await self._op.look(IDLE_S)
                 self.kafka.answered()
