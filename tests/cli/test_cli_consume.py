@@ -177,7 +177,7 @@ async def test_failing_kafka_is_reported_once(
     for _ in range(3):
         arrived.put_nowait(consume._Delivery(place, error=KafkaUnavailable("no answer")))
     arrived.put_nowait(consume._Delivery(place, [Record(b"k", b"v", offset=7)], 8))
-    shown = consume._Shown("csv", 1)
+    shown = consume._MessageOutput("csv", 1)
     showing = consume._show(arrived, fetcher, shown, {place}, {place: 9} if bounded else None)  # type: ignore[arg-type]
     if bounded:
         with pytest.raises(CommandFailed, match="Check the topic and Kafka"):

@@ -28,7 +28,7 @@ from txbroker.kafka.client.client import (
 from txbroker.kafka.client.reader import READ_COMMITTED, READ_UNCOMMITTED, Reader, end_offsets
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door import topics as own
-from txbroker.kafka.door.repair import Found, Repair
+from txbroker.kafka.door.repair import Repair, StoppingRecord
 from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, Code
 from txbroker.kafka.protocol.schemas import (
     RIGHTS_NOT_REQUESTED,
@@ -254,7 +254,7 @@ class KafkaExamination(ClientOwner):
         reader = Reader(self._client, topic, 0, f"{_CHANNEL}/{topic}", append_time=False)
         return await reader.read_kept(0, await reader.stable_end())
 
-    async def set_aside(self) -> list[Found]:
+    async def set_aside(self) -> list[StoppingRecord]:
         """Return the newest records of other clients in txbroker's own topics that stop no
         partition.
 

@@ -73,7 +73,7 @@ less; a call that waits for a target partition without a leader is given up."""
 log = get_logger(__name__)
 
 
-class _Group(NamedTuple):
+class _RunOperations(NamedTuple):
     """The operations of one run, with their numbers in the request."""
 
     owner: PartitionOwner
@@ -205,7 +205,7 @@ class Broker:
     def runs(self, requests: Sequence[Request]) -> Sequence[Run]:
         """Split the operations of one group into runs: of one kind, half partition and thing that
         they wait for besides its log."""
-        groups: dict[tuple[int, type[Request], object], _Group] = {}
+        groups: dict[tuple[int, type[Request], object], _RunOperations] = {}
         owners: dict[int, PartitionOwner] = {}
         examined: dict[str, bool] = {}
         runs: list[Run] = []
@@ -248,7 +248,7 @@ class Broker:
             key = partition, type(request), waits_for
             group = groups.get(key)
             if group is None:
-                group = groups[key] = _Group(owner, [], [])
+                group = groups[key] = _RunOperations(owner, [], [])
             group.numbers.append(number)
             group.requests.append(request)
         for owner, numbers, grouped in groups.values():

@@ -118,7 +118,7 @@ class _Series:
         self.since_s = since_s
         self.active_s = since_s
 
-    def add(self, now_ms: int, second: int, group: "_Group", *, current: bool) -> None:
+    def add(self, now_ms: int, second: int, group: "_GroupSample", *, current: bool) -> None:
         """Add a sample, whose present values are known only if they are `current`."""
         pending, parked = (group.pending, group.parked) if current else (math.nan, math.nan)
         since_ms = now_ms if group.oldest_ms is None or not current else group.oldest_ms
@@ -132,7 +132,7 @@ class _Series:
             values[at + _OLDEST] = max(values[at + _OLDEST], oldest_s)
 
 
-class _Group:
+class _GroupSample:
     """The part of a sample that is about one group, or about all."""
 
     __slots__ = ("counts", "oldest_ms", "parked", "pending")
@@ -161,10 +161,10 @@ class _Reading:
     """
 
     def __init__(self, known: Mapping[str, _Series], second: int) -> None:
-        self.whole = _Group()
+        self.whole = _GroupSample()
         # One that was busy within the longest step: its row must not keep old values.
         self.groups = {
-            name: _Group()
+            name: _GroupSample()
             for name, series in known.items()
             if series.active_s >= second - HISTORY_STEPS_S[-1]
         }
@@ -174,10 +174,10 @@ class _Reading:
         self._second = second
         self._room = GROUPS_MAX
 
-    def _group(self, name: str) -> _Group | None:
+    def _group(self, name: str) -> _GroupSample | None:
         group = self.groups.get(name)
         if group is None and (self._room or name in self._known):
-            group = self.groups[name] = _Group()
+            group = self.groups[name] = _GroupSample()
             if name not in self._known:
                 self._room -= 1
         return group

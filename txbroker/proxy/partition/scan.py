@@ -142,7 +142,7 @@ class ScanPage(NamedTuple):
     next: Cursor | None = None
 
 
-class Found(NamedTuple):
+class MatchPage(NamedTuple):
     """The transactions of a page, newest first, and how many more may match and cannot be read."""
 
     transactions: list[Transaction]
@@ -162,7 +162,9 @@ class Scanner:
         # One page at a time: all searches share a bounded part of the event loop.
         self._scanning = asyncio.Semaphore()
 
-    async def page(self, layer: Layer, terms: Terms, cursor: Cursor, visible: Patterns) -> Found:
+    async def page(
+        self, layer: Layer, terms: Terms, cursor: Cursor, visible: Patterns
+    ) -> MatchPage:
         """Return a page of a search.
 
         Args:
@@ -184,7 +186,7 @@ class Scanner:
             except (KafkaUnavailable, LogTruncated, InvariantBroken) as error:
                 raise OwnerUnavailable(f"cannot search: {error}") from None
 
-    async def _found(self, layer: Layer, terms: Terms, page: ScanPage) -> Found:
+    async def _found(self, layer: Layer, terms: Terms, page: ScanPage) -> MatchPage:
         found: list[Transaction] = []
         unread, messages, following = 0, 0, page.next
         deadline_s = time.monotonic() + RESOLVE_S
@@ -202,7 +204,7 @@ class Scanner:
                 unread += 1
                 continue
             found.append(transaction)
-        return Found(found[::-1], unread, page.records, following)
+        return MatchPage(found[::-1], unread, page.records, following)
 
     async def _transaction(self, layer: Layer, terms: Terms, match: Match) -> Transaction:
         """Return the transaction of a match.
