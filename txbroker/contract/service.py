@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from msgspec import Struct
 
 from txbroker.core.records import Attempt, Cause, Decision, Message, Source, State
-from txbroker.core.terms import Terms
+from txbroker.core.terms import SearchTerms
 from txbroker.errors import RequestError
 
 TEXT_MAX = 1000
@@ -240,7 +240,7 @@ class TransactionPage(Struct, frozen=True):
     next_cursor: str | None = None
 
 
-class SearchRequest(Terms, frozen=True):
+class SearchRequest(SearchTerms, frozen=True):
     """A search; all terms must match, None matches any.
 
     A page reads a bounded part of one half partition: first the memory of all of them, then their

@@ -204,7 +204,7 @@ CLOSING_KEYS = frozenset(closing_key(slot) for slot in range(SLOTS))
 """Their records are replaced and never removed: a tombstone is another client's."""
 
 
-class Capture:
+class SnapshotCapture:
     """A ledger as it is now, encoded in pieces while it keeps changing.
 
     Transactions are encoded in offset order; one that changes before its turn is saved first.

@@ -38,7 +38,7 @@ class Stored(StrEnum):
     """Another owner has taken the partition over."""
 
 
-class Claimed(Struct, frozen=True):
+class ClaimedPosition(Struct, frozen=True):
     """The stored state that a claim found.
 
     Attributes:
@@ -85,7 +85,7 @@ class PositionTable:
 
     def claim(
         self, places: Collection[Partition], first_token: int
-    ) -> Steps[dict[Partition, Claimed]]:
+    ) -> Steps[dict[Partition, ClaimedPosition]]:
         """Take partitions over: from now on their earlier owners store nothing.
 
         Args:
@@ -331,7 +331,7 @@ def _position_values(low: int, metadata: Metadata) -> tuple[str | int | None, ..
     )
 
 
-def _read_claim(row: Sequence[object], rows: Sequence[int]) -> Claimed:
+def _read_claim(row: Sequence[object], rows: Sequence[int]) -> ClaimedPosition:
     """Return what a row of the table holds.
 
     Raises:
@@ -340,7 +340,9 @@ def _read_claim(row: Sequence[object], rows: Sequence[int]) -> Claimed:
     token, topic_id, next_, ranges, later_next, later_ranges = row
     owner_before = _whole(token, 1) - 1
     if next_ is None:
-        return Claimed(-1, Metadata(owner_before), rows)  # whose position an operator deleted
+        return ClaimedPosition(
+            -1, Metadata(owner_before), rows
+        )  # whose position an operator deleted
     low = _whole(next_, 0)
     position = Position(low, _ranges(ranges, low))
     position = position.with_done(position.undone(rows))
@@ -355,7 +357,7 @@ def _read_claim(row: Sequence[object], rows: Sequence[int]) -> Claimed:
     topic, _, text = str(topic_id).partition(" ")
     starts = Starts.parse(text) if text else NO_STARTS
     metadata = Metadata(owner_before, topic, 0, tuple(position.ranges()), later, starts)
-    return Claimed(position.low, metadata, rows)
+    return ClaimedPosition(position.low, metadata, rows)
 
 
 def _whole(value: object, least: int) -> int:

@@ -15,7 +15,7 @@ from txbroker import __version__
 from txbroker.checkers.group_secrets import GroupSecrets
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.http import HttpChecks, HttpLimits
-from txbroker.checkers.leases import GroupFinder, Leases, PeerIdentity, PeerSessions
+from txbroker.checkers.leases import GroupFinder, PeerIdentity, PeerSessions, SessionLeases
 from txbroker.checkers.runner import CheckRunner, RunnerLimits
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.checkers.url_guard import UrlGuard
@@ -101,7 +101,7 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         peers = Peers(identity, tls=peers_tls)
         stack.push_async_callback(peers.close)
         cluster = Cluster(broker, peers)
-        leases = Leases(sessions)
+        leases = SessionLeases(sessions)
         stack.callback(leases.close)
         app = make_app(
             cluster,

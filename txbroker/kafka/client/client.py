@@ -18,7 +18,7 @@ from msgspec import Struct
 from txbroker.config.addresses import Address, parse_address
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.connection import (
-    Connection,
+    BrokerConnection,
     is_refusal,
     open_connection,
     why_not,
@@ -35,7 +35,7 @@ _LOST = (OSError, KafkaError, TimeoutError)
 """Errors of a connection that mean that no answer will come."""
 
 
-Opener = Callable[..., Awaitable[Connection]]
+Opener = Callable[..., Awaitable[BrokerConnection]]
 """Opens a connection: `open_connection`, or a substitute in tests."""
 
 
@@ -97,7 +97,7 @@ class Client:
         """Host and port of each broker in the last metadata."""
         self.controller = -1
         """The controller in the last metadata, which creates topics."""
-        self._connections: dict[tuple[int, str], Connection] = {}
+        self._connections: dict[tuple[int, str], BrokerConnection] = {}
         self._attempts: dict[tuple[int, str], asyncio.Future[str]] = {}
         """Attempts to connect that are in progress; the result is why one failed, or empty."""
         self._unresponsive: set[int] = set()
@@ -169,7 +169,7 @@ class Client:
             connection.send(request, _Callbacks(answered, lost))
 
     def _unanswered(
-        self, node: int, channel: str, connection: Connection, error: Exception
+        self, node: int, channel: str, connection: BrokerConnection, error: Exception
     ) -> Unanswered:
         """Close a connection that did not answer; return the error to raise."""
         self._unresponsive.add(node)
@@ -212,7 +212,9 @@ class Client:
         """Open a channel to broker `node` unless it is open."""
         await self._connection(node, channel, None)
 
-    async def _connection(self, node: int, channel: str, timeout_s: float | None) -> Connection:
+    async def _connection(
+        self, node: int, channel: str, timeout_s: float | None
+    ) -> BrokerConnection:
         key = (node, channel)
         while True:
             connection = self._connections.get(key)
@@ -241,7 +243,7 @@ class Client:
             attempt.set_result(why)
         return connection
 
-    async def _connect_to(self, node: int, timeout_s: float | None) -> Connection:
+    async def _connect_to(self, node: int, timeout_s: float | None) -> BrokerConnection:
         address = self.brokers.get(node)
         if address is None:
             await self.refresh(())
@@ -254,7 +256,9 @@ class Client:
             raise NotSent("the Kafka client is closed")
         return connection
 
-    async def _connect(self, host: str, port: int, timeout_s: float | None = None) -> Connection:
+    async def _connect(
+        self, host: str, port: int, timeout_s: float | None = None
+    ) -> BrokerConnection:
         if self._closed:
             raise NotSent("the Kafka client is closed")
         try:
@@ -276,7 +280,7 @@ class Client:
             kind = LoginRefused if is_refusal(error) else NotSent
             raise kind(f"no connection to Kafka at {Address(host, port)}{why}") from None
 
-    def _drop(self, node: int, channel: str, connection: Connection) -> None:
+    def _drop(self, node: int, channel: str, connection: BrokerConnection) -> None:
         if self._connections.get((node, channel)) is connection:
             del self._connections[node, channel]
         connection.close()

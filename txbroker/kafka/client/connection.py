@@ -50,7 +50,7 @@ _EXPIRED, _NOT_YET = 10, 9
 _UNKNOWN_ISSUER = frozenset({2, 18, 19, 20, 21})
 
 
-class Connection(asyncio.Protocol):
+class BrokerConnection(asyncio.Protocol):
     """A connection to a broker, which answers requests in their order. It closes before its login
     expires.
 
@@ -235,7 +235,7 @@ async def open_connection(
     request_timeout_ms: int = 40_000,
     max_idle_ms: int | None = None,
     **login: Any,
-) -> Connection:
+) -> BrokerConnection:
     """Open a connection and log in.
 
     Args:
@@ -248,7 +248,7 @@ async def open_connection(
     """
     timeout_s = request_timeout_ms / 1000
     idle_s = None if max_idle_ms is None else max_idle_ms / 1000
-    connection = Connection(host, port, client_id, timeout_s, idle_s)
+    connection = BrokerConnection(host, port, client_id, timeout_s, idle_s)
     context = ssl_context if security_protocol.endswith("SSL") else None
     async with asyncio.timeout(timeout_s):
         await asyncio.get_running_loop().create_connection(
@@ -280,7 +280,7 @@ class _Authenticator(LibraryAuthenticator):
         return step
 
 
-async def _log_in(connection: Connection, sasl_mechanism: str, **arguments: Any) -> None:
+async def _log_in(connection: BrokerConnection, sasl_mechanism: str, **arguments: Any) -> None:
     try:
         answer = await connection.send(SaslHandshakeV1(sasl_mechanism))
     except NotImplementedError:

@@ -225,7 +225,7 @@ _SOME_RECORDS = 50_000
 _INFLATED_BYTES_MAX = 256 << 20
 
 
-class Stored(Record, frozen=True):
+class StoredRecord(Record, frozen=True):
     """A record, and whether its timestamp is the broker's append time."""
 
     append_time: bool = False
@@ -236,7 +236,7 @@ async def some_records(
 ) -> tuple[list[Record], int]:
     """Return some committed records from `position` on, before `end`, and the next position.
 
-    A batch that does not decode becomes one record that is no `Stored`.
+    A batch that does not decode becomes one record that is no `StoredRecord`.
 
     Raises:
         KafkaUnavailable: Kafka does not answer, or retention removed the records.
@@ -274,6 +274,6 @@ def _decode(
     """Decode a batch like `decode_batch`, also a large one."""
     append_time = bool(batch.timestamp_type)
     return [
-        Stored(r.key, r.value, r.headers, r.timestamp_ms, r.offset, append_time=append_time)
+        StoredRecord(r.key, r.value, r.headers, r.timestamp_ms, r.offset, append_time=append_time)
         for r in decode_batch(batch, data, offsets, producer, _INFLATED_BYTES_MAX)
     ]

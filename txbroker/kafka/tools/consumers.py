@@ -78,7 +78,7 @@ class Count:
         self.seen_at.frombytes(bytes(8 * more))
 
 
-class Reader:
+class TopicConsumer:
     """A `read_committed` consumer of one topic. Created by `reading`."""
 
     def __init__(self, consumer: Any, partitions: list[Any], count: Count, along: int) -> None:
@@ -159,7 +159,7 @@ def _name(record: Any) -> bytes | None:
 @asynccontextmanager
 async def reading(
     settings: Settings, topic: str, tag: str, along: int | None
-) -> AsyncIterator[Reader]:
+) -> AsyncIterator[TopicConsumer]:
     """Read a topic from its current end on.
 
     Args:
@@ -175,7 +175,9 @@ async def reading(
         max_partition_fetch_bytes=_FETCH_BYTES,
         **SettingsLogin(settings).arguments(),
     )
-    reader = Reader(consumer, partitions, Count(tag), len(partitions) if along is None else along)
+    reader = TopicConsumer(
+        consumer, partitions, Count(tag), len(partitions) if along is None else along
+    )
     try:
         await reader.start()
         yield reader

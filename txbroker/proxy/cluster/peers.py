@@ -34,7 +34,7 @@ from txbroker.proxy.cluster.forwarding import (
     PREFIX,
     SESSIONS_PATH,
     ById,
-    Failed,
+    CallFailure,
     encode,
     raised,
 )
@@ -237,7 +237,7 @@ async def _read(url: str, response: aiohttp.ClientResponse, kind: type[T]) -> T:
     try:
         if status == 200:
             return msgspec.msgpack.decode(raw, type=kind)
-        failure = msgspec.msgpack.decode(raw, type=Failed)
+        failure = msgspec.msgpack.decode(raw, type=CallFailure)
     except msgspec.MsgspecError as error:
         raise OwnerUnavailable(f"cannot decode the answer of the proxy at {url}: {error}") from None
     raise raised(failure)

@@ -19,7 +19,7 @@ from txbroker.checkers.leases import (
     PROXY_HEADER,
     GroupsConnected,
     LeaseRequest,
-    Leases,
+    SessionLeases,
     to_answer,
 )
 from txbroker.contract.service import (
@@ -79,7 +79,7 @@ class PeerDirectory(Protocol):
 class PeerApi:
     """Serves the calls of other proxies; the context's service answers for this proxy alone."""
 
-    def __init__(self, context: ApiContext, leases: Leases) -> None:
+    def __init__(self, context: ApiContext, leases: SessionLeases) -> None:
         self._context = context
         self._service: Service = context.service
         self._leases = leases
