@@ -23,7 +23,7 @@ from txbroker.consumer.positions import Positions, RecordsDeleted, StartOptions
 from txbroker.consumer.rounds import CommitPolicy, Rounds, Store, StoreTraits
 from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.position import Position
-from txbroker.core.consuming.progress import Progress
+from txbroker.core.consuming.progress import PartitionProgress
 from txbroker.core.records import Record
 from txbroker.door.consuming import (
     ConsumingDoor,
@@ -328,7 +328,7 @@ class Reader:
             place,
             self._engine.queues,
             self._source,
-            Progress(self._options.traits.metadata_max),
+            PartitionProgress(self._options.traits.metadata_max),
             retries=place[0] == self._options.retry_topic,
             before=self._options.before,
         )

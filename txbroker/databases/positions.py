@@ -15,7 +15,7 @@ from operator import itemgetter
 import msgspec
 from msgspec import Struct
 
-from txbroker.core.consuming.position import NO_STARTS, Later, Metadata, Position, Starts
+from txbroker.core.consuming.position import NO_STARTS, LaterPosition, Metadata, Position, Starts
 from txbroker.databases.dialect import Dialect, Fault, TransactionGone
 from txbroker.databases.steps import Query, Steps
 from txbroker.databases.tables import ASIDE, DONE, POSITION
@@ -346,14 +346,14 @@ def _read_claim(row: Sequence[object], rows: Sequence[int]) -> ClaimedPosition:
     low = _whole(next_, 0)
     position = Position(low, _ranges(ranges, low))
     position = position.with_done(position.undone(rows))
-    later: Later | None
+    later: LaterPosition | None
     if later_next is not None:
         later_low = _whole(later_next, 0)
-        later = Later(later_low, _ranges(later_ranges, later_low))
+        later = LaterPosition(later_low, _ranges(later_ranges, later_low))
         if later_low > low:
             raise ValueError(f"later_next {later_low} is above next {low}")
     else:  # whether later stages followed the done rows is unknown
-        later = Later(low, _ranges(ranges, low)) if rows else None
+        later = LaterPosition(low, _ranges(ranges, low)) if rows else None
     topic, _, text = str(topic_id).partition(" ")
     starts = Starts.parse(text) if text else NO_STARTS
     metadata = Metadata(owner_before, topic, 0, tuple(position.ranges()), later, starts)

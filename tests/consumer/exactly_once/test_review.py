@@ -14,7 +14,7 @@ from tests.kit.until import until
 from txbroker.consumer import CommitPolicy, InDatabase, ReceivedMessage
 from txbroker.core.consuming.copies import Failed, Source
 from txbroker.core.consuming.position import Metadata, Position
-from txbroker.core.consuming.progress import Progress
+from txbroker.core.consuming.progress import PartitionProgress
 from txbroker.core.records import Record
 from txbroker.databases import Postgres, from_sqlalchemy
 from txbroker.databases.kept import RETRY, Kept
@@ -139,7 +139,7 @@ async def test_end_while_the_server_does_not_answer(
 def test_position_that_is_not_stored_forgets_no_stage(world: World) -> None:
     """The copy of a message whose later stage failed may be refused."""
 
-    progress = Progress()
+    progress = PartitionProgress()
     progress.begin_at(Position(0), {0, 2})
     before = progress.saved(Metadata(1))
     assert progress.saved(Metadata(1), done_too=[2])[1].later is not None

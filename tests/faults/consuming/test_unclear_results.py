@@ -26,7 +26,7 @@ from txbroker.core.consuming.copies import Failed, GroupTopics, Source, make_cop
 from txbroker.core.consuming.failure import make_policy
 from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.position import Position, StoredOffset
-from txbroker.core.consuming.progress import Progress
+from txbroker.core.consuming.progress import PartitionProgress
 from txbroker.core.consuming.queues import Order
 from txbroker.core.records import Record
 from txbroker.databases import SQLite
@@ -94,7 +94,7 @@ def committing(store: UnclearStore) -> tuple[Rounds, PartitionState]:
     policy = make_policy(Order.KEY, "aside", 3, None, drop=False)
     engine = Engine(Order.KEY, policy, GroupTopics.of("txbroker", GROUP), 1 << 20)
     rounds = Rounds(engine, store, CommitPolicy(), lambda _lost: None, traits=StoreTraits())
-    partition = PartitionState(PLACE, engine.queues, FOREVER, Progress())
+    partition = PartitionState(PLACE, engine.queues, FOREVER, PartitionProgress())
     engine.partitions.add(partition, rounds, NoFlow())
     return rounds, partition
 
@@ -133,7 +133,9 @@ async def test_retried_message_keeps_its_first_stage() -> None:
     """Its output is stored; after a crash only the later stages follow."""
     policy = make_policy(Order.NONE, "retry", 3, None, drop=False)
     engine = Engine(Order.NONE, policy, GroupTopics.of("txbroker", GROUP), 1 << 20)
-    partition = PartitionState(("retry", 0), engine.queues, FOREVER, Progress(), retries=True)
+    partition = PartitionState(
+        ("retry", 0), engine.queues, FOREVER, PartitionProgress(), retries=True
+    )
     partition.progress.begin_at(Position(0), {7})
     record = Record(b"k", b"1")
     failed = Failed(Source("orders", 0, 3), 1, 0, "once")
