@@ -355,14 +355,14 @@ class SnapshotCapture:
         """Yield everything as it was when the capture began; the ledger may change in between."""
         while ahead := self._ahead():
             for transaction in ahead:
-                yield from self._saved()
+                yield from self._saved_entries()
                 self._taken_to = transaction.offset
                 if transaction.offset in self._saved_offsets:
                     self._saved_offsets.remove(transaction.offset)
                 else:
                     yield _piece(transaction)
         self._taken_to = self._half
-        yield from self._saved()
+        yield from self._saved_entries()
         for entry in self._waiting:
             data = _encode(entry)
             data = len(data).to_bytes(_LENGTH, "big") + data
@@ -373,7 +373,7 @@ class SnapshotCapture:
         ahead = self._ledger.index.by_offset.after(self._taken_to, _LOOK_AHEAD)
         return [transaction for transaction in ahead if transaction.offset < self._half]
 
-    def _saved(self) -> Iterator[_EncodedEntry]:
+    def _saved_entries(self) -> Iterator[_EncodedEntry]:
         while self._saved_pieces:
             yield self._saved_pieces.pop()
 
@@ -511,7 +511,7 @@ def load(whole: Whole, ledger: Ledger) -> Iterator[None]:
     waiting = bytearray()
     for chunk_bytes in whole.chunks:
         chunk = _decode_chunk(chunk_bytes)
-        known = [_shared(shape, shapes) for shape in chunk.shapes]
+        known = [_share(shape, shapes) for shape in chunk.shapes]
         for number, facts in chunk.open:
             ledger.index.add(_transaction(facts, *known[number]))
         waiting += chunk.waiting
@@ -526,7 +526,7 @@ def load(whole: Whole, ledger: Ledger) -> Iterator[None]:
     ledger.half_anchor, ledger.op_anchor = closing.half_anchor, closing.op_anchor
 
 
-def _shared(
+def _share(
     shape: _Shape, shapes: dict[_Shape, tuple[_Shape, tuple[Message, ...]]]
 ) -> tuple[_Shape, tuple[Message, ...]]:
     """Return a shape and the bare messages of its places, shared by all its transactions."""

@@ -306,7 +306,7 @@ class Admission:
         trace: TraceContext | None,
     ) -> T:
         answers = traced_alone(self._service, request, trace)
-        [answer] = await self._timed(answers, request, time.monotonic())
+        [answer] = await self._time_run(answers, request, time.monotonic())
         if isinstance(answer, RequestError):
             raise answer
         return convert(answer)
@@ -322,10 +322,10 @@ class Admission:
         else:
             runs = self._service.runs(requests)
         return [
-            Run(numbers, self._timed(answers, requests[0], began_s)) for numbers, answers in runs
+            Run(numbers, self._time_run(answers, requests[0], began_s)) for numbers, answers in runs
         ]
 
-    async def _timed(
+    async def _time_run(
         self, answers: Awaitable[Sequence[Answer]], request: Request, began_s: float
     ) -> Sequence[Answer]:
         """Return the answers of a run of such requests, and count the time of those that

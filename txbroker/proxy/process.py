@@ -82,7 +82,7 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         metrics = Metrics(settings.group_labels_max, share_of=share_of)
         listening: list[str] = []
         checks = make_checks(
-            settings, lambda: (*listening, *_known(broker.partitions)), door.brokers
+            settings, lambda: (*listening, *_known_urls(broker.partitions)), door.brokers
         )
         stack.push_async_callback(checks.close)
         groups = Groups(door.groups, checks.unusable)
@@ -262,7 +262,7 @@ async def _listen(
     return admin_url
 
 
-def _known(partitions: PartitionManager) -> Iterator[str]:
+def _known_urls(partitions: PartitionManager) -> Iterator[str]:
     """Yield every URL at which the proxies of the group take calls of any kind."""
     for url in partitions.proxies():
         yield from {url, partitions.peer_url(url), partitions.admin_url(url)}

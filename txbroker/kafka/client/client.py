@@ -133,7 +133,7 @@ class Client:
         try:
             result = await answer
         except _LOST as error:
-            raise self._unanswered(node, channel, connection, error) from None
+            raise self._give_up(node, channel, connection, error) from None
         self._unresponsive.discard(node)
         return result
 
@@ -163,12 +163,12 @@ class Client:
             on_answer(answer)
 
         def lost(error: Exception) -> None:
-            on_error(self._unanswered(node, channel, connection, error))
+            on_error(self._give_up(node, channel, connection, error))
 
         with _sending(node):
             connection.send(request, _Callbacks(answered, lost))
 
-    def _unanswered(
+    def _give_up(
         self, node: int, channel: str, connection: BrokerConnection, error: Exception
     ) -> Unanswered:
         """Close a connection that did not answer; return the error to raise."""

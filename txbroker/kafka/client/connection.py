@@ -275,7 +275,7 @@ class _Authenticator(LibraryAuthenticator):
     async def step(self, payload: bytes | None) -> tuple[bytes, bool] | None:
         """Return the next message, None at the end."""
         if payload:
-            raise SaslAuthenticationFailed(_token_refused(payload))
+            raise SaslAuthenticationFailed(_token_refusal(payload))
         step: tuple[bytes, bool] | None = await super().step(payload)  # type: ignore[no-untyped-call]
         return step
 
@@ -317,7 +317,7 @@ def _authenticator(mechanism: str, arguments: dict[str, Any]) -> Any:
     return ScramAuthenticator(sasl_mechanism=mechanism, **arguments)  # type: ignore[no-untyped-call]
 
 
-def _token_refused(payload: bytes) -> str:
+def _token_refusal(payload: bytes) -> str:
     try:
         status = str(json.loads(payload).get("status", ""))
     except (ValueError, AttributeError):

@@ -266,7 +266,7 @@ class KafkaFetcher(Fetcher):
                     self._refused(broker, feed, fields[1])
                     continue
                 try:
-                    fetched = _fetched(feed, fields)
+                    fetched = _answer_of(feed, fields)
                 except InvariantBroken as error:
                     self._retry([feed], BatchUnreadable(str(error)))
                     continue
@@ -386,7 +386,7 @@ def _leave(feed: _Feed) -> None:
         del broker.feeds[feed.partition]
 
 
-def _fetched(feed: _Feed, fields: tuple[Any, ...]) -> Fetched:
+def _answer_of(feed: _Feed, fields: tuple[Any, ...]) -> Fetched:
     name = "{}-{}".format(*feed.partition)
     stop = partial(_stop, name)
     return Fetched(name, feed.position, fields, append_time=False, unreadable=stop, decode=_decode)

@@ -180,7 +180,7 @@ class AuditAccess(ClientOwner):
                     if code in LEADER_MOVED:
                         self._client.forget_leader(topic, partition)
                     if code != Code.NONE:
-                        unread[topic] = _refused(code)
+                        unread[topic] = _refusal(code)
         if missing:
             raise Unanswered("Kafka returned no offset of {}-{}".format(*min(missing)))
         return offsets
@@ -198,16 +198,16 @@ def kept_ms(configs: Mapping[str, str]) -> int:
 def _unread(facts: TopicFacts, denied: bool) -> TopicBounds | None:
     """Return why an existing topic cannot be read; None if it can."""
     if facts.error not in (Code.NONE, Code.LEADER_NOT_AVAILABLE):
-        return _refused(facts.error)
+        return _refusal(facts.error)
     if denied:
-        return _refused(Code.TOPIC_AUTHORIZATION_FAILED)
+        return _refusal(Code.TOPIC_AUTHORIZATION_FAILED)
     for partition, fact in sorted(facts.partitions.items()):
         if fact.leader < 0:
             return _without(f"partition {partition} has no leader", passing=True)
     return None
 
 
-def _refused(code: int) -> TopicBounds:
+def _refusal(code: int) -> TopicBounds:
     if code == Code.TOPIC_AUTHORIZATION_FAILED:
         return _without("not authorized: grant the audit Describe and Read on the topic")
     return _without(describe(code), passing=is_retriable(KafkaRefused(code)))

@@ -91,7 +91,7 @@ class TopicConsumer:
 
     async def start(self) -> None:
         """Start at the topic's current end."""
-        with _translated():
+        with _translate_errors():
             await self._consumer.start()
             self._next = await self._consumer.end_offsets(self._partitions)
             self._go_to(self._along)
@@ -110,7 +110,7 @@ class TopicConsumer:
 
         Then read to the end, where duplicates may be.
         """
-        with _translated():
+        with _translate_errors():
             for partition in self._along:
                 self._next[partition] = await self._consumer.position(partition)
         self._go_to(self._partitions)
@@ -122,13 +122,13 @@ class TopicConsumer:
                 break
             if await self._take():
                 last_at = time.monotonic()
-        with _translated():
+        with _translate_errors():
             ends = await self._consumer.end_offsets(self._partitions)
         while await self._is_before(ends):
             await self._take()
 
     async def _is_before(self, ends: dict[Any, int]) -> bool:
-        with _translated():
+        with _translate_errors():
             for partition, end in ends.items():
                 if await self._consumer.position(partition) < end:
                     return True
@@ -140,7 +140,7 @@ class TopicConsumer:
             self._consumer.seek(partition, self._next[partition])
 
     async def _take(self) -> bool:
-        with _translated():
+        with _translate_errors():
             batches = await self._consumer.getmany(timeout_ms=_WAIT_MS, max_records=_MANY)
         now = time.monotonic()
         for partition, records in batches.items():
@@ -241,7 +241,7 @@ async def topic_for_a_while(settings: Settings, name: str, partitions: int) -> A
 
 
 @contextlib.contextmanager
-def _translated() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     try:
         yield
     except (KafkaError, OSError) as error:

@@ -349,7 +349,8 @@ class KafkaExamination(ClientOwner):
             return []
         ids = {one.producer_id for one in transactions}
         answers = await asyncio.gather(
-            *(self._coordinated(node, ids) for node in cluster.addresses), return_exceptions=True
+            *(self._find_coordinated(node, ids) for node in cluster.addresses),
+            return_exceptions=True,
         )
         states: dict[int, tuple[Any, ...]] = {}
         for answer in answers:
@@ -357,7 +358,9 @@ class KafkaExamination(ClientOwner):
                 states |= answer
         return [_with_state(one, states.get(one.producer_id)) for one in transactions]
 
-    async def _coordinated(self, node: int, producers: Iterable[int]) -> dict[int, tuple[Any, ...]]:
+    async def _find_coordinated(
+        self, node: int, producers: Iterable[int]
+    ) -> dict[int, tuple[Any, ...]]:
         """Return the transactions of producers that a broker coordinates, by producer id."""
         listed = await self._client.ask(node, ListTransactionsV0([], list(producers)), _CHANNEL)
         names = [name for name, *_ in listed.transaction_states]

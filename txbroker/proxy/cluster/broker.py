@@ -221,7 +221,7 @@ class Broker:
                 if owner is None:
                     owner = owners[partition] = self.partitions.owner(partition, prepare.id)
             except RequestError as error:
-                runs.append(Run((number,), _refused(error)))
+                runs.append(Run((number,), _refusal(error)))
                 continue
             # An operation that waits for more than its log must not delay the others: prepares
             # form one run for each set of topics to look up. A decision runs alone if its messages
@@ -542,7 +542,7 @@ async def _in_span(
         return (answer,)
 
 
-async def _refused(error: RequestError) -> Sequence[Answer]:
+async def _refusal(error: RequestError) -> Sequence[Answer]:
     return (error,)
 
 

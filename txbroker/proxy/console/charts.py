@@ -109,7 +109,7 @@ def charts_of(history: History, begin_ms: int, end_ms: int) -> list[Chart]:
             ),
         ]),
     ]  # fmt: skip
-    known = [name for name in ("prepare", "decision", "promotion") if _measured(history, name)]
+    known = [name for name in ("prepare", "decision", "promotion") if _has(history, name)]
     if known:
         lines = [
             line
@@ -129,7 +129,7 @@ def events_of(history: History, begin_ms: int) -> list[HistoryEvent]:
     return since[: -EVENTS_SHOWN_MAX - 1 : -1]
 
 
-def _measured(history: History, name: str) -> bool:
+def _has(history: History, name: str) -> bool:
     return any(name in point.latency for point in history.points)
 
 
@@ -183,7 +183,7 @@ class _Sheet:
         """Return a chart of these series, whose values are shown by `shown`."""
         values = [[one.value(point) for point in self._points] for one in series]
         most = [max((v for v in row if v is not None), default=None) for row in values]
-        top = _rounded(max((value for value in most if value is not None), default=0.0))
+        top = _round_up(max((value for value in most if value is not None), default=0.0))
         lines, words = [], []
         for one, row, peak in zip(series, values, most, strict=True):
             last = shown(row[-1]) if row else "–"
@@ -207,7 +207,7 @@ class _Sheet:
             known = True
 
 
-def _rounded(value: float) -> float:
+def _round_up(value: float) -> float:
     """Return a round number that is not less, above 0."""
     if value <= 0:
         return 1.0

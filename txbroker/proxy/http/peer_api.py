@@ -192,7 +192,7 @@ class PeerApi:
 
             async def answer() -> object:
                 self._admit(request)
-                return await run(_decoded(await body.read(request), kind))
+                return await run(_decode(await body.read(request), kind))
 
             try:
                 return await self._respond(name, answer)
@@ -246,7 +246,7 @@ class _NoSession(OwnerUnavailable):
     status = NOBODY
 
 
-def _decoded(raw: bytes, kind: type[T]) -> T:
+def _decode(raw: bytes, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(raw, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

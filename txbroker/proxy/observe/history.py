@@ -482,7 +482,7 @@ def joined_history(parts: Sequence[History], *, complete: bool) -> History:
             bounds.setdefault(name, found)
         for point in part.points:
             known = points.get(point.at_ms)
-            points[point.at_ms] = point if known is None else _added(known, point)
+            points[point.at_ms] = point if known is None else _add(known, point)
     times = sorted(points)
     # The newest step may be complete at some proxies only.
     while len(times) > 1 and points[times[-1]].proxies < points[times[-2]].proxies:
@@ -523,7 +523,7 @@ def joined_history(parts: Sequence[History], *, complete: bool) -> History:
     )
 
 
-def _added(one: HistoryPoint, other: HistoryPoint) -> HistoryPoint:
+def _add(one: HistoryPoint, other: HistoryPoint) -> HistoryPoint:
     ages = [a for a in (one.oldest_pending_age_s, other.oldest_pending_age_s) if a is not None]
     buckets = dict(one.buckets)
     for name, counts in other.buckets.items():

@@ -69,7 +69,7 @@ def local_overview(observed: Observed) -> Overview:
             continue
         shown = PartitionOverview(number, url, state, why)
         moment = moments.get(number)
-        partitions.append(shown if moment is None else _counted(shown, moment))
+        partitions.append(shown if moment is None else _count(shown, moment))
     groups: dict[str, GroupOverview] = {}
     refused: Counter[str] = Counter()
     for moment in moments.values():
@@ -95,7 +95,7 @@ def local_overview(observed: Observed) -> Overview:
             ),
         ),
         partitions=tuple(partitions),
-        groups=_completed(named, observed),
+        groups=_complete(named, observed),
         groups_left_off=len(groups) - len(named),
         refused_topics=dict(refused),
         audits=tuple(observed.audits()),
@@ -148,7 +148,7 @@ def _proxy(
     )
 
 
-def _completed(groups: Sequence[GroupOverview], observed: Observed) -> tuple[GroupOverview, ...]:
+def _complete(groups: Sequence[GroupOverview], observed: Observed) -> tuple[GroupOverview, ...]:
     """Return groups with what only those that are listed need."""
     urls, past = observed.check_urls(), observed.past
     return tuple(
@@ -171,7 +171,7 @@ def _not_read(observed: Observed) -> Iterable[str]:
             )
 
 
-def _counted(shown: PartitionOverview, moment: _Moment) -> PartitionOverview:
+def _count(shown: PartitionOverview, moment: _Moment) -> PartitionOverview:
     index = moment.owner.ledger.index
     oldest = [
         at_ms

@@ -335,7 +335,7 @@ class Appender:
 
     def turn_away(self) -> None:
         """Fail all rows that are not in flight: the owner is suspended."""
-        _fail(self._waiting(), _suspended)
+        _fail(self._waiting(), _suspension)
 
     def _waiting(self) -> list[_Part]:
         return [part for queue in self._queues.values() for part in queue.clear()]
@@ -363,7 +363,7 @@ class Appender:
     async def _send(self, parts: list[_Part]) -> None:
         if not self._gate.is_set():
             # Suspended since the first half of a refused batch was sent.
-            _fail(parts, _suspended)
+            _fail(parts, _suspension)
             return
         rows = [row for entry, start, stop in parts for row in entry.rows[start:stop]]
         records = [record for row in rows for record in row.records]
@@ -491,7 +491,7 @@ def _check_same(record: Record, anchor: Anchor | None) -> None:
         )
 
 
-def _suspended() -> RequestError:
+def _suspension() -> RequestError:
     return OwnerUnavailable("the owner of the partition is unknown at the moment: retry")
 
 

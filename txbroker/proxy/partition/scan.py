@@ -182,11 +182,11 @@ class Scanner:
                 else:
                     page = await search_topic(self._half, self._op, layer, terms, cursor)
                 matches = [match for match in page.matches if match.group in visible]
-                return await self._found(layer, terms, page._replace(matches=matches))
+                return await self._resolve(layer, terms, page._replace(matches=matches))
             except (KafkaUnavailable, LogTruncated, InvariantBroken) as error:
                 raise OwnerUnavailable(f"cannot search: {error}") from None
 
-    async def _found(self, layer: Layer, terms: SearchTerms, page: ScanPage) -> MatchPage:
+    async def _resolve(self, layer: Layer, terms: SearchTerms, page: ScanPage) -> MatchPage:
         found: list[Transaction] = []
         unread, messages, following = 0, 0, page.next
         deadline_s = time.monotonic() + RESOLVE_S
