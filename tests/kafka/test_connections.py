@@ -70,9 +70,7 @@ async def connected(timeout_s: float = 60.0) -> AsyncIterator[tuple[Broker, Brok
     broker = Broker()
     server = await asyncio.start_server(broker.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    connection = await open_connection(
-        "127.0.0.1", port, request_timeout_ms=round(timeout_s * 1000), max_idle_ms=60_000
-    )
+    connection = await open_connection("127.0.0.1", port, request_timeout_s=timeout_s, idle_s=60.0)
     try:
         async with asyncio.timeout(30.0):
             yield broker, connection

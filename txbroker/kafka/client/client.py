@@ -28,7 +28,6 @@ from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, RETRIABLE, Code, de
 from txbroker.kafka.protocol.encoder import Request
 from txbroker.kafka.protocol.schemas import FindCoordinatorV1, MetadataV5
 
-_IDLE_MS = 9 * 60 * 1000  # a minute less than the brokers' default: we close first
 GROUP, TRANSACTION = 0, 1
 """Kinds of coordinators."""
 _LOST = (OSError, KafkaError, TimeoutError)
@@ -271,8 +270,7 @@ class Client:
                 host,
                 port,
                 client_id=self.settings.client_id,
-                request_timeout_ms=round((timeout_s or self.settings.request_timeout_s) * 1000),
-                max_idle_ms=_IDLE_MS,
+                request_timeout_s=timeout_s or self.settings.request_timeout_s,
                 **arguments,
             )
         except (OSError, KafkaError, TimeoutError) as error:
