@@ -20,8 +20,8 @@ from benchmarks.consumers.places import NAMES, Place, places
 from benchmarks.consumers.rounds import Bound
 from txbroker.consumer import Consumer, InDatabase
 from txbroker.consumer.claims import Reader
-from txbroker.core.records import Record
-from txbroker.door.consuming import Partition, TopicSpec
+from txbroker.core.records import Partition, Record
+from txbroker.door.consuming import TopicSpec
 from txbroker.embedded import EmbeddedKafka
 
 MOVED = 64

@@ -22,8 +22,8 @@ from txbroker.cli.run import CommandFailed
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 from txbroker.config.settings import Settings
 from txbroker.contract.json import message_to_json
-from txbroker.core.records import Message, Record
-from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, Fetcher, Partition
+from txbroker.core.records import Message, Partition, Record
+from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, Fetcher
 from txbroker.errors import KafkaUnavailable
 
 T = TypeVar("T")

@@ -20,8 +20,7 @@ from tests.kit.cli import TXBROKER, Call, Dev
 from tests.kit.until import unique
 from txbroker.cli.ops import consume
 from txbroker.cli.run import CommandFailed
-from txbroker.core.records import Record
-from txbroker.door.consuming import Partition
+from txbroker.core.records import Partition, Record
 from txbroker.errors import KafkaUnavailable
 
 EVIL = "\x1b[2J\x07\r\nline"

@@ -22,7 +22,7 @@ from tests.rules.harness import (
     until,
 )
 from txbroker.core.promotion import PromotionLimits
-from txbroker.core.records import Cause, Checkpoint, Message, Record, State
+from txbroker.core.records import Cause, Checkpoint, Message, Partition, Record, State
 from txbroker.door.protocols import (
     Appended,
     AppendRefused,
@@ -31,7 +31,7 @@ from txbroker.door.protocols import (
     PromotionTxn,
     PromotionTxnHandle,
 )
-from txbroker.door.writing import Copy, Fenced, Partition, Unknown
+from txbroker.door.writing import Copy, Fenced, Unknown
 from txbroker.errors import BadTarget, KafkaUnavailable, Overloaded, TooLarge
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.producer import Producer, ProducerFenced, StoredBatch

@@ -24,14 +24,13 @@ from txbroker.consumer.rounds import CommitPolicy, Rounds, Store, StoreTraits
 from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.position import Position
 from txbroker.core.consuming.progress import PartitionProgress
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
 from txbroker.door.consuming import (
     ConsumingDoor,
     Fetcher,
     FetchingEnded,
     MemberListener,
     OffsetMissing,
-    Partition,
     TopicIdentity,
 )
 from txbroker.door.writing import Fenced

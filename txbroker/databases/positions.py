@@ -16,12 +16,11 @@ import msgspec
 from msgspec import Struct
 
 from txbroker.core.consuming.position import NO_STARTS, LaterPosition, Metadata, Position, Starts
+from txbroker.core.records import Partition
 from txbroker.databases.dialect import Dialect, Fault, TransactionGone
 from txbroker.databases.steps import Query, Steps
 from txbroker.databases.tables import ASIDE, DONE, POSITION
 from txbroker.errors import ConfigurationError, InvariantBroken
-
-Partition = tuple[str, int]
 
 _OF_PARTITION = "group_name = ? AND topic = ? AND partition_id = ?"
 _COLUMNS = "token, topic_id, next, done_ranges, later_next, later_ranges"

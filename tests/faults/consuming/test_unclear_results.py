@@ -28,10 +28,9 @@ from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.position import Position, StoredOffset
 from txbroker.core.consuming.progress import PartitionProgress
 from txbroker.core.consuming.queues import Order
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
 from txbroker.databases import SQLite
 from txbroker.databases.steps import Query, Steps
-from txbroker.door.consuming import Partition
 from txbroker.door.writing import Copy
 from txbroker.errors import KafkaUnavailable
 from txbroker.testing.memory import MemoryKafka

@@ -21,10 +21,10 @@ from txbroker.consumer.stores.database import OpenDatabase
 from txbroker.core.consuming.aside import AsideKey
 from txbroker.core.consuming.copies import Source, spread
 from txbroker.core.consuming.partition import Feed, PartitionState
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
 from txbroker.databases.kept import DEAD, RELEASED, RETRY, SET_ASIDE, UNPUBLISHED, Kept
 from txbroker.databases.steps import Steps
-from txbroker.door.consuming import ConsumingDoor, Partition
+from txbroker.door.consuming import ConsumingDoor
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.net.tasks import Background

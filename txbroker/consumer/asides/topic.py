@@ -17,8 +17,8 @@ from txbroker.core.consuming.aside import clearance_record, failed_again_record,
 from txbroker.core.consuming.copies import ASIDE_PARTITIONS, Source, make_copy, read_copy, spread
 from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.queues import StopReason
-from txbroker.core.records import Record
-from txbroker.door.consuming import EARLIEST, LATEST, Fetcher, Partition
+from txbroker.core.records import Partition, Record
+from txbroker.door.consuming import EARLIEST, LATEST, Fetcher
 from txbroker.door.writing import Copy
 
 _CHUNK = 500

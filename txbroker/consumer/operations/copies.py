@@ -22,8 +22,8 @@ from txbroker.core.consuming.copies import (
     retried_record,
     spread,
 )
-from txbroker.core.records import Record
-from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, Partition
+from txbroker.core.records import Partition, Record
+from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor
 from txbroker.door.writing import Copy, Refused
 from txbroker.errors import ConfigurationError
 

@@ -15,8 +15,8 @@ from txbroker.core.consuming.position import (
     StoredOffset,
     decode_metadata,
 )
-from txbroker.core.records import Record
-from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, GroupDescription, Partition
+from txbroker.core.records import Partition, Record
+from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, GroupDescription
 from txbroker.errors import ConfigurationError
 
 _READ_OFFSETS = 1000

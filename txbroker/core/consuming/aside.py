@@ -14,12 +14,11 @@ from txbroker.core.consuming.copies import (
     CLEARED_HEADER,
     RELEASE_HEADER,
     STAGED_HEADER,
-    Partition,
     Source,
     parse_source,
     read_copy,
 )
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
 
 KEYS_MAX = 1000
 """Set-aside keys of a partition; at this number it waits."""

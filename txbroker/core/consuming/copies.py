@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 from zlib import crc32
 
 from msgspec import Struct, structs
 
 from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER, SEQUENCE_HEADER
-from txbroker.core.records import Header, Record
+from txbroker.core.records import Header, Partition, Record
 
 SOURCE_HEADER = "txb-source"
 ATTEMPT_HEADER = "txb-attempt"
@@ -52,8 +52,6 @@ _SOURCE = re.compile(r"([A-Za-z0-9._-]{1,249})/([0-9]{1,10})@([0-9]{1,19})")
 
 GROUP_NAME_MAX = 200
 RETRY_PARTITIONS, DEAD_PARTITIONS, ASIDE_PARTITIONS = 16, 4, 16
-
-Partition: TypeAlias = tuple[str, int]
 
 
 class GroupTopics(NamedTuple):

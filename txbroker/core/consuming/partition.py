@@ -10,13 +10,12 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 from txbroker.core.consuming.aside import AsideKeys
-from txbroker.core.consuming.copies import Partition
 from txbroker.core.consuming.lifecycle import MessageEvent, apply_event
 from txbroker.core.consuming.position import Metadata, StoredOffset
 from txbroker.core.consuming.progress import PartitionProgress
 from txbroker.core.consuming.queues import PartitionQueue, Queues, StopReason
 from txbroker.core.consuming.starts import StartCount
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
 
 _OF_LOG = frozenset({StopReason.ALONE, StopReason.CLEARING})
 """Stops of the log alone: a released key goes on."""

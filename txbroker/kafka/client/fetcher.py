@@ -18,8 +18,8 @@ from typing import Any
 import structlog
 from msgspec import Struct
 
+from txbroker.core.records import Partition
 from txbroker.door.consuming import Deliver, Fetcher, FetchFailed, FetchingEnded, OffsetMissing
-from txbroker.door.writing import Partition
 from txbroker.error_text import raised_at, safe_repr
 from txbroker.errors import ConfigurationError, InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused

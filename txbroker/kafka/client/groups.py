@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 from aiokafka.coordinator.protocol import ConsumerProtocol
 
 from txbroker.core.consuming.position import StoredOffset
+from txbroker.core.records import Partition
 from txbroker.door.consuming import GroupDescription
-from txbroker.door.writing import Fenced, GroupOffsets, Partition, Unknown
+from txbroker.door.writing import Fenced, GroupOffsets, Unknown
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.client import (
     GROUP,

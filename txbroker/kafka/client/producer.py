@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from txbroker.door.writing import Partition
+from txbroker.core.records import Partition
 from txbroker.errors import KafkaUnavailable, TxbrokerError
 from txbroker.kafka.client.client import (
     TRANSACTION,

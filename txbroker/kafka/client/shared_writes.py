@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from txbroker.door.writing import Partition
+from txbroker.core.records import Partition
 from txbroker.errors import TxbrokerError
 from txbroker.kafka.client.client import Client, NotSent, Unanswered
 from txbroker.kafka.protocol.codes import Code

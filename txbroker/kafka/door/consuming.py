@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from txbroker.config.access import KafkaAccess
-from txbroker.core.records import Cause, Record
+from txbroker.core.records import Cause, Partition, Record
 from txbroker.door.consuming import (
     LATEST,
     ConsumingDoor,
@@ -20,7 +20,7 @@ from txbroker.door.consuming import (
     TopicIdentity,
     TopicSpec,
 )
-from txbroker.door.writing import Copy, Partition, PositionRecord
+from txbroker.door.writing import Copy, PositionRecord
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client, KafkaRefused, LoginRefused, Opener, is_retriable

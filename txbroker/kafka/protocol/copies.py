@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import NamedTuple, Protocol
 
-from txbroker.core.records import Cause
-from txbroker.door.writing import Copy, Partition
+from txbroker.core.records import Cause, Partition
+from txbroker.door.writing import Copy
 from txbroker.kafka.protocol.batch import Body, batch_body
 from txbroker.kafka.protocol.codes import RETRIABLE, TOPIC_REFUSED, Code, describe
 

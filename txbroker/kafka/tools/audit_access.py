@@ -9,9 +9,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
 from txbroker.door.protocols import LogTruncated
-from txbroker.door.writing import Partition
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import (

@@ -11,10 +11,9 @@ from typing import Any
 from msgspec import Struct, structs
 
 from txbroker.contract.audit import BATCH_KEY, STREAM_KEY
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
 from txbroker.door.consuming import TopicSpec
 from txbroker.door.own_topics import Layout, find_layout
-from txbroker.door.writing import Partition
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import (
