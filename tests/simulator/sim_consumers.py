@@ -44,7 +44,7 @@ from tests.simulator.sim_room import Room
 from txbroker.consumer import CommitPolicy, Consumer, InDatabase, InFile, InKafka
 from txbroker.core.consuming.aside import release_record
 from txbroker.core.consuming.copies import GroupTopics
-from txbroker.core.consuming.copies import Source as Origin
+from txbroker.core.consuming.copies import MessageSource as Origin
 from txbroker.core.consuming.position import StoredOffset
 from txbroker.core.records import Partition, Record
 from txbroker.databases import SQLite

@@ -101,7 +101,7 @@ class GroupView(Struct, frozen=True):
         return sum(view.metadata.aside for view in self.partitions if view.metadata is not None)
 
 
-class Groups:
+class ConsumerGroups:
     """Looks at groups.
 
     Args:

@@ -67,7 +67,7 @@ class GroupTopics(NamedTuple):
         return cls(*(f"{prefix}.{kind}.{group}" for kind in cls._fields))
 
 
-class Source(NamedTuple):
+class MessageSource(NamedTuple):
     """Where a message was first read."""
 
     topic: str
@@ -104,7 +104,7 @@ class Failed(Struct, frozen=True):
         left_out: what the copy lacks; None: it is whole.
     """
 
-    source: Source
+    source: MessageSource
     attempts: int
     due_ms: int = 0
     cause: str = ""
@@ -230,18 +230,18 @@ def _number(value: bytes) -> int | None:
     return int(value) if _NUMBER.fullmatch(value) else None
 
 
-def parse_source(text: str) -> Source | None:
+def parse_source(text: str) -> MessageSource | None:
     """Parse `TOPIC/PARTITION@OFFSET`; None if it is none."""
     match = _SOURCE.fullmatch(text)
-    return Source(match[1], int(match[2]), int(match[3])) if match else None
+    return MessageSource(match[1], int(match[2]), int(match[3])) if match else None
 
 
-def retried_record(letter: Source, reason: str) -> Record:
+def retried_record(letter: MessageSource, reason: str) -> Record:
     """Return the record that marks the dead letter at `letter`, in its topic, as sent back."""
     return Record(None, reason.encode(), ((RETRIED_HEADER, str(letter).encode()),))
 
 
-def read_retried(record: Record) -> Source | None:
+def read_retried(record: Record) -> MessageSource | None:
     """Return which dead letter a record marks as sent back; None if it is another record."""
     for name, value in record.headers[:1]:
         if name == RETRIED_HEADER:
