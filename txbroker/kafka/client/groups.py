@@ -156,7 +156,7 @@ async def committed_offsets(client: Client, group: str) -> Committed:
 
 async def describe_group(client: Client, group: str) -> GroupDescription:
     """Return a group as its coordinator describes it."""
-    answer = await ask_group(client, group, DescribeGroupsV4([group], False), _backoff(client))
+    answer = await ask_group(client, group, DescribeGroupsV4([group]), _backoff(client))
     _refuse(answer, f"describe group {group}")
     ((_code, _group, state, _type, _protocol, members, _rights),) = answer.groups
     return GroupDescription(

@@ -33,11 +33,11 @@ from txbroker.kafka.protocol.schemas import (
     RIGHTS_NOT_REQUESTED,
     DescribeGroupsV4,
     DescribeTransactionsV0,
+    ListOffsetsV7,
     ListTransactionsV0,
     api_versions,
     describe_producers,
     metadata,
-    newest_timestamps,
 )
 from txbroker.net.timers import Backoff
 
@@ -202,7 +202,7 @@ class KafkaExamination(ClientOwner):
     async def _group_error(self) -> int:
         group = self.settings.group_id
         node = await self._client.coordinator(GROUP, group)
-        answer = await self._client.ask(node, DescribeGroupsV4([group], False), _CHANNEL)
+        answer = await self._client.ask(node, DescribeGroupsV4([group]), _CHANNEL)
         code: int = answer.groups[0][0]
         if code in COORDINATOR_MOVED:
             self._client.forget_coordinator(GROUP, group)
@@ -273,7 +273,8 @@ class KafkaExamination(ClientOwner):
         """
         newest: dict[Partition, int] = {}
         for leader, topics in _by_leader(cluster).items():
-            answer = await self._client.ask(leader, newest_timestamps(topics), _CHANNEL)
+            asked = [(name, [(number,) for number in numbers]) for name, numbers in topics.items()]
+            answer = await self._client.ask(leader, ListOffsetsV7(asked), _CHANNEL)
             for topic, partitions in answer.topics:
                 for number, code, at_ms, *_rest in partitions:
                     if code == Code.NONE and at_ms > 0:
