@@ -28,11 +28,13 @@ from txbroker.cli.contexts import (
 from txbroker.cli.options import FILE, env_option, with_options
 from txbroker.cli.output import printable
 from txbroker.cli.run import CommandFailed, usage_errors
+from txbroker.contract.transactions import PageBody, TransactionBody
 from txbroker.errors import request_errors
 from txbroker.net.tls import ClientTls, TlsFiles, tls_trouble
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+P = TypeVar("P", bound=PageBody)
 
 TIMEOUT_S = 60.0
 """Longer than a proxy takes for any call."""
@@ -221,33 +223,33 @@ class ApiClient:
         given = {name: value for name, value in (body or {}).items() if value is not None}
         return self._call(method, path, body=given)
 
-    def pages(self, *path: str, **query: Any) -> Iterator[dict[str, Any]]:
+    def pages(self, kind: type[P], *path: str, **query: Any) -> Iterator[P]:
         """Yield the pages of a list; while a proxy takes over, the next one is asked for again."""
         cursor: str | None = None
         while True:
-            page = self._page(path, query, cursor)
+            page = self._page(kind, path, query, cursor)
             yield page
-            cursor = page.get("next_cursor")
+            cursor = page.next_cursor
             if cursor is None:
                 return
 
     def _page(
-        self, path: tuple[str, ...], query: dict[str, Any], cursor: str | None
-    ) -> dict[str, Any]:
+        self, kind: type[P], path: tuple[str, ...], query: dict[str, Any], cursor: str | None
+    ) -> P:
         for pause_s in (*PAUSES_S, None):
             try:
-                return dict(self.get(*path, **query, cursor=cursor))
+                return self.read(kind, *path, **query, cursor=cursor)
             except ApiError as error:
                 if cursor is None or pause_s is None or error.code not in RETRYABLE:
                     raise
             time.sleep(pause_s)
         raise AssertionError
 
-    def transactions(self, limit: int | None, **query: Any) -> Iterator[dict[str, Any]]:
+    def transactions(self, limit: int | None, **query: Any) -> Iterator[TransactionBody]:
         """Return transactions, read page by page, at most `limit`."""
         size = _PAGE if limit is None else min(limit, _PAGE)
-        pages = self.pages("transactions", **query, limit=size)
-        return islice((row for page in pages for row in page["transactions"]), limit)
+        pages = self.pages(PageBody, "transactions", **query, limit=size)
+        return islice((row for page in pages for row in page.transactions), limit)
 
     def _call(
         self,

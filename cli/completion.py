@@ -73,7 +73,7 @@ def _groups(context: click.Context) -> Iterable[tuple[str, str]]:
 def _topics(context: click.Context) -> Iterable[tuple[str, str]]:
     """Yield topics of unsettled transactions."""
     rows = client_of(context, WITHIN_S).transactions(_TRANSACTIONS_MAX)
-    yield from ((topic, "") for topic in sorted({m["topic"] for r in rows for m in r["messages"]}))
+    yield from ((topic, "") for topic in sorted({m.topic for r in rows for m in r.messages}))
 
 
 complete_groups = _live(_groups)
@@ -89,9 +89,8 @@ def complete_ids(states: Iterable[str]) -> Complete:
         given = set(context.params.get("ids") or ())
         for state in states:
             for row in client.transactions(_TRANSACTIONS_MAX, state=state):
-                if row["id"] not in given:
-                    text = f"{row['state']} for {since(row['prepared_at_ms'])}, {row['group']}"
-                    yield row["id"], text
+                if row.id not in given:
+                    yield row.id, f"{row.state} for {since(row.prepared_at_ms)}, {row.group}"
 
     return _live(look, str.upper)
 

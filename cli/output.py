@@ -228,6 +228,7 @@ def _asked_columns() -> list[str]:
 
 def show_data(data: Any, output: str) -> None:
     """Write data to stdout, as JSON or YAML."""
+    data = msgspec.to_builtins(data)
     click.echo("\n".join(yaml_lines(data)) if output == "yaml" else json_text(data, indent=2))
 
 
@@ -386,7 +387,7 @@ def yaml_lines(data: Any, indent: str = "") -> Iterator[str]:
                 yield from yaml_lines(value, f"{indent}  ")
             else:
                 yield f"{indent}{_scalar(key)}: {_scalar(value)}"
-    elif isinstance(data, list) and data:
+    elif isinstance(data, list | tuple) and data:
         for value in data:
             first, *rest = yaml_lines(value, f"{indent}  ")
             yield f"{indent}- {first[len(indent) + 2 :]}"
@@ -396,7 +397,7 @@ def yaml_lines(data: Any, indent: str = "") -> Iterator[str]:
 
 
 def _is_block(value: Any) -> bool:
-    return isinstance(value, dict | list) and bool(value)
+    return isinstance(value, dict | list | tuple) and bool(value)
 
 
 def _scalar(value: Any) -> str:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from txbroker.diagnosis.rows import AlertRule, Diagnosis
+from txbroker.diagnosis.rows import Diagnosis
 from txbroker.diagnosis.table import DIAGNOSES
 
 ROOT = Path(__file__).parents[1]
@@ -39,18 +39,18 @@ _GROUPS = {
 """The groups of rules in order, each with its remark."""
 _TABLE = re.compile(r"(?<=\| --- \| --- \| --- \| --- \|\n)(\|.*\n)+")
 
-Rules = dict[str, list[tuple[Diagnosis, AlertRule]]]
+Rules = dict[str, list[Diagnosis]]
 
 
 def rules_by_alert() -> Rules:
     """Return the rules of each alert, alerts with a critical one first."""
     rules: Rules = {}
     for one in DIAGNOSES:
-        if one.rules:
-            rules.setdefault(one.name, []).extend((one, rule) for rule in one.rules)
+        if one.expr:
+            rules.setdefault(one.name, []).append(one)
     for its in rules.values():
-        its.sort(key=lambda pair: not pair[1].critical)
-    return dict(sorted(rules.items(), key=lambda item: not item[1][0][1].critical))
+        its.sort(key=lambda one: not one.critical)
+    return dict(sorted(rules.items(), key=lambda item: not item[1][0].critical))
 
 
 def pages() -> dict[Path, str]:
@@ -72,26 +72,32 @@ def _alerts(rules: Rules) -> Iterator[str]:
     for number, (group, remark) in enumerate(_GROUPS.items()):
         yield "\n" * (number > 0) + _comment(remark, "  ")
         yield f"  - name: txbroker-{group}\n    rules:\n"
-        its = [pair for pairs in rules.values() for pair in pairs if pair[1].group == group]
-        yield "\n".join(_rule(one, rule) for one, rule in its)
+        its = [one for ones in rules.values() for one in ones if one.section == group]
+        yield "\n".join(map(_rule, its))
 
 
-def _rule(one: Diagnosis, rule: AlertRule) -> str:
-    labels = {"severity": rule.severity, "scope": rule.scope}
+def _rule(one: Diagnosis) -> str:
+    labels = {"severity": _severity(one), "scope": one.scope}
+    # The facts of the condition's title are the labels of its series.
+    summary = one.summary or re.sub(r"{(\w+)}", r"{{ $labels.\1 }}", one.title.one)
     lines = [
         f"      - alert: {one.name}",
         "        expr: |",
-        textwrap.indent(rule.expr, " " * 10),
-        *([f"        for: {rule.after}"] if rule.after else []),
+        textwrap.indent(one.expr, " " * 10),
+        *([f"        for: {one.after}"] if one.after else []),
         "        labels:",
         *(f"          {label}: {value}" for label, value in labels.items() if value),
         "        annotations:",
-        f"          summary: {one.summary(rule)}",
+        f"          summary: {summary}",
         "          description: >-",
-        _filled(rule.description, " " * 12),
+        _filled(one.description, " " * 12),
         f"          runbook_url: {RUNBOOKS_URL}{one.name}.md",
     ]
-    return _comment(rule.remark, " " * 6) + "\n".join([*lines, ""])
+    return _comment(one.remark, " " * 6) + "\n".join([*lines, ""])
+
+
+def _severity(one: Diagnosis) -> str:
+    return "critical" if one.critical else "warning"
 
 
 def _comment(text: str, indent: str) -> str:
@@ -109,21 +115,22 @@ def _filled(text: str, indent: str) -> str:
 
 def _index(rules: Rules) -> Iterator[str]:
     for name, its in rules.items():
-        for number, (_, rule) in enumerate(its):
+        for number, one in enumerate(its):
             link = "" if number else f" [{name}]({name}.md)"
-            yield f"|{link} | {rule.severity} | {_fires(rule)} | {rule.after or 'at once'} |\n"
+            after = one.after or "at once"
+            yield f"|{link} | {_severity(one)} | {_fires(one)} | {after} |\n"
 
 
-def _runbook_head(name: str, rules: list[tuple[Diagnosis, AlertRule]]) -> str:
+def _runbook_head(name: str, rules: list[Diagnosis]) -> str:
     lines = [f"# {name}"]
-    for _, rule in rules:
-        after = f"after {rule.after}" if rule.after else "at once"
-        lines.append(f"- *{rule.severity}*, {after}: {_fires(rule)}.")
+    for one in rules:
+        after = f"after {one.after}" if one.after else "at once"
+        lines.append(f"- *{_severity(one)}*, {after}: {_fires(one)}.")
     return "\n".join([*lines, "", "## "])
 
 
-def _fires(rule: AlertRule) -> str:
-    return rule.fires + (f" (`scope: {rule.scope}`)" if rule.scope else "")
+def _fires(one: Diagnosis) -> str:
+    return one.fires + (f" (`scope: {one.scope}`)" if one.scope else "")
 
 
 if __name__ == "__main__":

@@ -197,19 +197,15 @@ _PREFIX = "txbroker_"
 
 
 class Samples:
-    """The samples of one proxy, by metric."""
+    """The labels of the samples of one proxy, by metric."""
 
-    def __init__(self, samples: Mapping[str, list[tuple[Mapping[str, str], float]]]) -> None:
+    def __init__(self, samples: Mapping[str, list[Mapping[str, str]]]) -> None:
         self._samples = samples
 
-    def values(self, name: str) -> list[float]:
-        """Return the values of a metric with any labels; `name` has no prefix."""
-        return [value for _labels, value in self._samples.get(_PREFIX + name, ())]
-
     def labels(self, name: str, label: str) -> set[str]:
-        """Return the values of a label of a metric."""
+        """Return the values of a label of a metric; `name` has no prefix."""
         samples = self._samples.get(_PREFIX + name, ())
-        return {labels[label] for labels, _value in samples if label in labels}
+        return {labels[label] for labels in samples if label in labels}
 
 
 def read_samples(text: str) -> Samples:
@@ -218,11 +214,11 @@ def read_samples(text: str) -> Samples:
     Raises:
         Unavailable: the page is malformed.
     """
-    samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+    samples: dict[str, list[Mapping[str, str]]] = {}
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+                samples.setdefault(sample.name, []).append(sample.labels)
     except (ValueError, IndexError, KeyError) as error:
         raise Unavailable(f"malformed metrics: {error}") from None
     return Samples(samples)

@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import click
+from msgspec import UNSET, Struct, UnsetType, structs
 
 from txbroker.cli.client import PAUSES_S, RETRYABLE, ApiClient, ApiError, who
 from txbroker.cli.options import conclude, confirm
 from txbroker.cli.output import (
-    Row,
     TableColumn,
     clock,
-    duration,
     printable,
     progress,
     show_data,
@@ -26,7 +25,10 @@ from txbroker.cli.output import (
     table,
 )
 from txbroker.cli.run import CommandFailed
-from txbroker.cli.tx.rows import topics_of
+from txbroker.cli.tx.rows import COLUMNS
+from txbroker.contract.groups import ErrorFields
+from txbroker.contract.transactions import StandingBody, TransactionBody
+from txbroker.core.records import Decision, State
 from txbroker.core.routing import parse_id
 
 PARALLEL = 8
@@ -74,36 +76,24 @@ REVIVE = BulkAction(
 
 
 class BulkItem(NamedTuple):
-    """A transaction to act on.
-
-    `state` and later fields are unset for an id from the command line. `half_offset` orders the
-    transactions of one half partition.
-    """
+    """A transaction to act on; `row` is None for an id from the command line."""
 
     id: str
     partition: int
-    state: str | None = None
-    half_offset: int = -1
-    group: str = ""
-    prepared_at_ms: int = 0
-    topics: str = ""
+    row: TransactionBody | None = None
 
 
-class ItemResult(NamedTuple):
+class ItemResult(Struct, frozen=True):
     """A transaction's state and decision after the action, or its error."""
 
     id: str
-    state: str = ""
-    decision: str | None = None
-    code: str = ""
-    message: str = ""
+    state: State | UnsetType = UNSET
+    decision: Decision | UnsetType | None = UNSET
+    error: ErrorFields | UnsetType = UNSET
 
-    @property
-    def row(self) -> Row:
-        """The JSON object of this result."""
-        if self.code:
-            return {"id": self.id, "error": {"code": self.code, "message": self.message}}
-        return {"id": self.id, "state": self.state, "decision": self.decision}
+
+def _failed(item: BulkItem, code: str, message: str) -> ItemResult:
+    return ItemResult(item.id, error=ErrorFields(code=code, message=message))
 
 
 class BulkExecutor:
@@ -169,7 +159,11 @@ class BulkExecutor:
         runs: dict[int, list[BulkItem]] = {}
         for item in items:
             runs.setdefault(item.partition, []).append(item)
-        return [sorted(run, key=lambda item: item.half_offset) for run in runs.values()]
+        # Without rows they stay in the order of the command line.
+        return [
+            sorted(run, key=lambda item: item.row.half_offset if item.row else -1)
+            for run in runs.values()
+        ]
 
     def _work(self) -> None:
         client = self._client.another()
@@ -196,13 +190,11 @@ class BulkExecutor:
             else:
                 reason = self._unavailable.get(item.partition, "")
             if reason:
-                return failure or ItemResult(item.id, code="not_tried", message=reason)
+                return failure or _failed(item, "not_tried", reason)
             try:
                 return self._act(client, item)
             except ApiError as error:
-                failure = ItemResult(
-                    item.id, code=error.code or "no_answer", message=error.sentence
-                )
+                failure = _failed(item, error.code or "no_answer", error.sentence)
                 if pause_s is None or not self._may_retry(error, item):
                     self._note_unavailable(error, item)
                     return failure
@@ -210,15 +202,15 @@ class BulkExecutor:
         raise AssertionError
 
     def _act(self, client: ApiClient, item: BulkItem) -> ItemResult:
-        if item.state is not None:
-            now = client.get("transactions", item.id)
-            if now["state"] in self._action.reached:
-                return ItemResult(item.id, now["state"], now.get("decision"))
-            if now["state"] != item.state:
-                message = f"its state changed from {item.state} to {now['state']}: not touched"
-                return ItemResult(item.id, code="moved_on", message=message)
-        done = client.change("POST", "transactions", item.id, self._action.verb, body=self._body)
-        return ItemResult(item.id, done["state"], done.get("decision"))
+        if item.row is not None:
+            now = client.read(TransactionBody, "transactions", item.id)
+            if now.state in self._action.reached:
+                return ItemResult(item.id, now.state, now.decision)
+            if now.state != item.row.state:
+                message = f"its state changed from {item.row.state} to {now.state}: not touched"
+                return _failed(item, "moved_on", message)
+        done = act(client, self._action, item, self._body)
+        return ItemResult(item.id, done.state, done.decision)
 
     def _may_retry(self, error: ApiError, item: BulkItem) -> bool:
         """Return True if a retry can succeed, and does not repeat the action."""
@@ -226,7 +218,7 @@ class BulkExecutor:
             return True
         # A decision is idempotent. For the other actions, `_act` checks a known state first.
         decides = self._action.verb in ("commit", "rollback")
-        return not error.reached and not error.slow and (decides or item.state is not None)
+        return not error.reached and not error.slow and (decides or item.row is not None)
 
     def _note_unavailable(self, error: ApiError, item: BulkItem) -> None:
         if not error.reached:
@@ -243,13 +235,7 @@ ROWS_SHOWN = 20
 _PROGRESS_FROM = 20
 _IN_A_SENTENCE = {"rollback": "Roll back"}
 
-SAMPLED = (
-    TableColumn("ID", keep=True),
-    TableColumn("GROUP"),
-    TableColumn("STATE", rank=1),
-    TableColumn("AGE", lambda row: since(row["prepared_at_ms"]), rank=1),
-    TableColumn("TOPICS"),
-)
+SAMPLED = [one for one in COLUMNS if one.title in ("ID", "GROUP", "STATE", "AGE", "TOPICS")]
 STANDING = (
     TableColumn("ID", keep=True),
     TableColumn("STATE", rank=1),
@@ -257,8 +243,8 @@ STANDING = (
 )
 FAILED = (
     TableColumn("ID", keep=True),
-    TableColumn("ERROR", lambda row: row["error"]["code"], rank=1),
-    TableColumn("WHY", lambda row: row["error"]["message"], text=True),
+    TableColumn("ERROR", lambda row: row.error.code, rank=1),
+    TableColumn("WHY", lambda row: row.error.message, text=True),
 )
 
 
@@ -275,26 +261,16 @@ def matching(
     client: ApiClient, action: BulkAction, state: str | None, limit: int | None, **query: Any
 ) -> list[BulkItem]:
     """Return the transactions that match a filter, oldest first, at most `limit`."""
-    items: list[BulkItem] = []
+    rows: list[TransactionBody] = []
     for listed_state in (state,) if state else action.default_states:
-        rows = client.transactions(limit, state=listed_state, **query)
-        items += [from_row(row) for row in rows]
-    items.sort(key=lambda item: (item.prepared_at_ms, item.half_offset, item.id))
+        for row in client.transactions(limit, state=listed_state, **query):
+            # One message of each topic is shown; all of them would not fit into memory.
+            topics = {message.topic: message for message in row.messages}
+            rows.append(structs.replace(row, messages=[*topics.values()]))
+    rows.sort(key=lambda row: (row.prepared_at_ms, row.half_offset, row.id))
     # A transaction that changes its state meanwhile can be on two lists.
-    return list({item.id: item for item in items}.values())[:limit]
-
-
-def from_row(row: Row) -> BulkItem:
-    """Return a transaction of the API's answer."""
-    return BulkItem(
-        row["id"],
-        row["partition"],
-        row["state"],
-        row["half_offset"],
-        row["group"],
-        row["prepared_at_ms"],
-        topics_of(row),
-    )
+    items = {row.id: BulkItem(row.id, row.partition, row) for row in rows}
+    return list(items.values())[:limit]
 
 
 def _from_id(text: str) -> BulkItem:
@@ -309,18 +285,17 @@ def _from_id(text: str) -> BulkItem:
 # --- preview and confirmation ----------------------------------------------------------------
 
 
-def preview(items: Sequence[BulkItem], now_s: float) -> Iterator[str]:
+def preview(rows: Sequence[TransactionBody]) -> Iterator[str]:
     """Yield the lines that summarise the selected transactions."""
-    oldest = min(items, key=lambda item: item.prepared_at_ms)
-    age = duration(now_s - oldest.prepared_at_ms / 1000)
-    yield f"{len(items):,} {'transaction' if len(items) == 1 else 'transactions'}"
-    yield f"  by group  {_counted(item.group for item in items)}"
-    yield f"  by state  {_counted(item.state or '' for item in items)}"
-    yield f"  oldest    {age}, prepared {clock(oldest.prepared_at_ms)}"
+    oldest_ms = min(row.prepared_at_ms for row in rows)
+    yield f"{len(rows):,} {'transaction' if len(rows) == 1 else 'transactions'}"
+    yield f"  by group  {_counted(row.group for row in rows)}"
+    yield f"  by state  {_counted(row.state for row in rows)}"
+    yield f"  oldest    {since(oldest_ms)}, prepared {clock(oldest_ms)}"
     yield ""
-    yield from table([item._asdict() for item in items[:SAMPLE]], SAMPLED, sys.stderr).lines
-    if len(items) > SAMPLE:
-        yield f"… and {len(items) - SAMPLE:,} more"
+    yield from table(rows[:SAMPLE], SAMPLED, sys.stderr).lines
+    if len(rows) > SAMPLE:
+        yield f"… and {len(rows) - SAMPLE:,} more"
 
 
 def confirm_all(items: Sequence[BulkItem], action: BulkAction, where: str, yes: bool) -> None:
@@ -355,6 +330,14 @@ def _counted(names: Iterable[str]) -> str:
 # --- execution and report --------------------------------------------------------------------
 
 
+def act(
+    client: ApiClient, action: BulkAction, item: BulkItem, body: dict[str, Any]
+) -> StandingBody:
+    """Execute the action on one transaction, and return its status."""
+    done = client.change("POST", "transactions", item.id, action.verb, body=body)
+    return client.as_struct(done, StandingBody)
+
+
 def carry_out(
     client: ApiClient,
     action: BulkAction,
@@ -366,9 +349,8 @@ def carry_out(
 
     A transaction given alone by its id raises its own error; Ctrl-C ends after the report.
     """
-    if len(items) == 1 and items[0].state is None:
-        with_caller = {"by": who(), **body}
-        row = client.change("POST", "transactions", items[0].id, action.verb, body=with_caller)
+    if len(items) == 1 and items[0].row is None:
+        row = act(client, action, items[0], {"by": who(), **body})
         show_rows([row], STANDING, output, "")
         return
     by_id: dict[str, ItemResult] = {}
@@ -382,8 +364,8 @@ def carry_out(
             BulkExecutor(client, action, body).execute(items, keep)
     finally:
         results = [by_id[item.id] for item in items if item.id in by_id]
-        _report(results, action, output, list_all=items[0].state is None)
-    conclude(sum(not result.code for result in results), len(items), action.done)
+        _report(results, action, output, list_all=items[0].row is None)
+    conclude(sum(not result.error for result in results), len(items), action.done)
 
 
 def _report(
@@ -391,23 +373,20 @@ def _report(
 ) -> None:
     """Write results to stdout, all with `list_all`; in table formats write failures to stderr."""
     if output in ("json", "yaml"):
-        show_data([result.row for result in results], output)
+        show_data(results, output)
         return
-    done = [result.row for result in results if not result.code]
+    done = [result for result in results if not result.error]
     if list_all or len(done) <= ROWS_SHOWN:
         if done:
             show_rows(done, STANDING, output, "")
     else:
-        states = _counted(row["state"] for row in done)
+        states = _counted(result.state or "" for result in done)
         click.echo(f"{len(done):,} {action.done}, now {states}.", err=True)
-    _report_failures([result.row for result in results if result.code])
-
-
-def _report_failures(failed: list[Row]) -> None:
+    failed = [result for result in results if result.error]
     if not failed:
         return
     if len(failed) > ROWS_SHOWN:
-        codes = _counted(row["error"]["code"] for row in failed)
+        codes = _counted(result.error.code for result in failed if result.error)
         click.echo(f"{len(failed):,} failed: {codes}.", err=True)
     click.echo("\n".join(table(failed[:ROWS_SHOWN], FAILED, sys.stderr).lines), err=True)
     if len(failed) > ROWS_SHOWN:

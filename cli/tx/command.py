@@ -1,11 +1,10 @@
 """`txbroker tx`: show transactions and resolve them."""
 
 import heapq
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import click
@@ -20,7 +19,7 @@ from txbroker.cli.options import (
     with_options,
     yes_option,
 )
-from txbroker.cli.output import Row, object_output_option, output_option, show_rows
+from txbroker.cli.output import object_output_option, output_option, show_rows
 from txbroker.cli.tx.bulk import (
     CHECK,
     COMMIT,
@@ -31,7 +30,6 @@ from txbroker.cli.tx.bulk import (
     BulkItem,
     carry_out,
     confirm_all,
-    from_row,
     matching,
     named,
     preview,
@@ -39,6 +37,8 @@ from txbroker.cli.tx.bulk import (
 from txbroker.cli.tx.find import LIMIT, find_command, show_stories, trace_command
 from txbroker.cli.tx.rows import COLUMNS, STATES, story
 from txbroker.cli.watching import watch_option, watch_rows
+from txbroker.contract.service import Overview
+from txbroker.contract.transactions import TransactionBody
 
 _STATES_OF: dict[str, tuple[str | None, ...]] = {
     "settled": ("promoted", "rolled_back"),
@@ -116,7 +116,7 @@ def list_command(
             COLUMNS,
             output,
             watch,
-            lambda row: (row["id"], row["state"], row["round"], row["attempts"]),
+            lambda row: (row.id, row.state, row.round, row.attempts),
         )
     rows = _listed(client, None if everything else limit + 1, **query)
     more = not everything and len(rows) > limit
@@ -128,15 +128,17 @@ def list_command(
         click.echo(remark, err=True)
 
 
-def _listed(client: ApiClient, limit: int | None, state: str | None, **query: Any) -> list[Row]:
+def _listed(
+    client: ApiClient, limit: int | None, state: str | None, **query: Any
+) -> list[TransactionBody]:
     newest = state in _NEWEST_FIRST
     lists = [
         client.transactions(limit, state=part, newest="true" if newest else None, **query)
         for part in _STATES_OF.get(state or "", (state,))
     ]
-    rows = heapq.merge(*lists, key=lambda row: (row["prepared_at_ms"], row["id"]), reverse=newest)
+    rows = heapq.merge(*lists, key=lambda row: (row.prepared_at_ms, row.id), reverse=newest)
     # One that settles meanwhile can be on two lists.
-    return list(islice({row["id"]: row for row in rows}.values(), limit))
+    return list(islice({row.id: row for row in rows}.values(), limit))
 
 
 def _left_out(
@@ -150,9 +152,10 @@ def _left_out(
     counts: Counter[str] = Counter()
     if to_people and all(value is None for value in query.values()):
         with suppress(ApiError):  # not every credential may ask
-            rows = client.get("overview")["partitions"]
-            if all(row.get(name, 0) is not None for row in rows for name in _COUNTED):
-                counts.update({name: sum(row.get(name, 0) for row in rows) for name in _COUNTED})
+            rows = client.read(Overview, "overview").partitions
+            known = {name: [getattr(row, name) for row in rows] for name in _COUNTED}
+            if None not in chain(*known.values()):
+                counts.update({name: sum(each) for name, each in known.items()})
     if more:
         names = {None: _COUNTED[1:], "settled": _COUNTED[:1], "all": _COUNTED}.get(state, (state,))
         total = sum(counts[name] for name in names if name)
@@ -293,14 +296,15 @@ def _act(
 
 
 def _show_before(client: ApiClient, items: Sequence[BulkItem]) -> None:
-    if items[0].state is None:
-        rows = for_all([item.id for item in items], lambda id: dict(client.get("transactions", id)))
+    rows = [item.row for item in items if item.row is not None]
+    if not rows:
+        ids = [item.id for item in items]
+        rows = for_all(ids, lambda id: client.read(TransactionBody, "transactions", id))
         if len(rows) <= STORIES_MAX:
             for row in rows:
                 click.echo("\n".join([*story(row), ""]), err=True)
             return
-        items = [from_row(row) for row in rows]
-    click.echo("\n".join((*preview(items, time.time()), "")), err=True)
+    click.echo("\n".join((*preview(rows), "")), err=True)
 
 
 command.add_command(find_command)

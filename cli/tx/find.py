@@ -9,7 +9,6 @@ from txbroker.cli.client import ApiClient, ApiError, client_options, for_all
 from txbroker.cli.completion import complete_ids, group_option, topic_option
 from txbroker.cli.options import MOMENT, conclude, limit_option, with_options
 from txbroker.cli.output import (
-    Row,
     RowStream,
     object_output_option,
     output_option,
@@ -18,6 +17,7 @@ from txbroker.cli.output import (
     show_rows,
 )
 from txbroker.cli.tx.rows import COLUMNS, STATES, story
+from txbroker.contract.transactions import SearchBody, TransactionBody
 
 LIMIT = 100
 _ID_CHARS = 26
@@ -61,27 +61,26 @@ def find_command(
         if len(what) > _ID_CHARS:
             raise click.UsageError(f"an id has {_ID_CHARS} characters, {what[:40]!r}… has more")
         if len(what) == _ID_CHARS and not query:
-            show_rows([client.get("transactions", what)], COLUMNS, output, "")
+            show_rows([client.read(TransactionBody, "transactions", what)], COLUMNS, output, "")
             return
         query["id"] = what
     if not query:
         raise click.UsageError("name what to find: an id, a record, or options such as --key")
-    rows: dict[str, Row] = {}
+    rows: dict[str, TransactionBody] = {}
     done, records, unread, full, stopped = 0.0, 0, 0, False, False
     failure: ApiError | None = None
     streams, shown = output not in ("json", "yaml"), RowStream(COLUMNS, output)
     try:
         with progress() as show:
-            for page in client.pages("search", **query):
-                fresh = [row for row in page["transactions"] if row["id"] not in rows]
-                full = len(rows) + len(fresh) + bool(page["next_cursor"]) > limit
+            for page in client.pages(SearchBody, "search", **query):
+                fresh = [row for row in page.transactions if row.id not in rows]
+                full = len(rows) + len(fresh) + bool(page.next_cursor) > limit
                 fresh = fresh[: limit - len(rows)]
                 if fresh and streams:
                     show(None)
                     shown.write(fresh)
-                rows |= {row["id"]: row for row in fresh}
-                done, records = page["done"], records + page["records"]
-                unread += page.get("unread", 0)
+                rows |= {row.id: row for row in fresh}
+                done, records, unread = page.done, records + page.records, unread + page.unread
                 show(done, f"{records:,} records, {len(rows):,} found")
                 if full:
                     break
@@ -122,7 +121,7 @@ def trace_command(client: ApiClient, output: str, ids: tuple[str, ...]) -> None:
 
 def show_stories(client: ApiClient, ids: Sequence[str], output: str, **query: str | None) -> None:
     """Show transactions in full, as the API returns them with this query."""
-    rows = for_all(ids, lambda id: dict(client.get("transactions", id, **query)))
+    rows = for_all(ids, lambda id: client.read(TransactionBody, "transactions", id, **query))
     if output in ("json", "yaml"):
         show_data(rows[0] if len(ids) == 1 and rows else rows, output)
     elif rows:

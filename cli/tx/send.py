@@ -11,6 +11,7 @@ from txbroker.cli.client import ApiClient, ApiError, client_options
 from txbroker.cli.options import SectionedCommand
 from txbroker.cli.output import object_output_option, show_data
 from txbroker.cli.run import PartlyDone
+from txbroker.contract.transactions import StandingBody
 
 
 @click.command("send", cls=SectionedCommand)
@@ -70,28 +71,30 @@ def command(
         raise click.UsageError("there is no value to send")
     messages = _messages(topic, contents, options)
     fields = {name: options[name] for name in ("group", "order_key", "dedup_key", "check_after_s")}
-    status = client.change("POST", "transactions", body={**fields, "messages": messages})
+    body = {**fields, "messages": messages}
+    status = client.as_struct(client.change("POST", "transactions", body=body), StandingBody)
     if decision != "none":
-        status = _decide(client, status["id"], decision, options["group"], wait)
+        status = _decide(client, status.id, decision, options["group"], wait)
     if output in ("json", "yaml"):
         show_data(status, output)
     else:
-        click.echo(status["id"])
-        click.echo(f"{len(messages)} for {topic}: {status['state']}", err=True)
+        click.echo(status.id)
+        click.echo(f"{len(messages)} for {topic}: {status.state}", err=True)
 
 
-def _decide(client: ApiClient, id: str, decision: str, group: str, wait: bool) -> Any:
+def _decide(client: ApiClient, id: str, decision: str, group: str, wait: bool) -> StandingBody:
     body = {"group": group}
     if wait and decision == "commit":
         body["wait"] = "promoted"
     try:
-        return client.change("POST", "transactions", id, decision, body=body)
+        answer = client.change("POST", "transactions", id, decision, body=body)
     except ApiError as error:
         click.echo(id)
         raise PartlyDone(
             f"the transaction is prepared, but its {decision} may have failed: "
             f"{error.format_message()}. Repeat it with `txbroker tx {decision} {id}`"
         ) from None
+    return client.as_struct(answer, StandingBody)
 
 
 def _messages(

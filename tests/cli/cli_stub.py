@@ -26,6 +26,13 @@ class Asked(NamedTuple):
     authorization: str
 
 
+EMPTY = {
+    "at_ms": 0, "complete": True, "proxies": [], "partitions": [], "groups": [],
+    "groups_left_off": 0, "refused_topics": {},
+}  # fmt: skip
+"""An overview without anything."""
+
+
 class Stub:
     """The received calls; set `answer` for other answers."""
 
@@ -76,7 +83,9 @@ class Stub:
             rows = [row for row in self.rows.values() if wanted in (None, row["state"])]
             return 200, {"transactions": rows, "next_cursor": None}
         if parts == ["overview"]:
-            return 200, {"partitions": [{"settled": 7, "parked": len(self.rows)}]}
+            counts = {"pending": 0, "parked": len(self.rows), "refused": 0, "committed": 0}
+            half = {"partition": 0, "owner": self.url, "state": "owned", "settled": 7} | counts
+            return 200, EMPTY | {"partitions": [half]}
         row = self.rows[parts[1]]
         if asked.method == "POST":
             row["state"] = {"commit": "promoted", "rollback": "rolled_back"}.get(

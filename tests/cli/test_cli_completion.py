@@ -123,10 +123,13 @@ def test_names_with_shell_syntax_are_not_offered(
 ) -> None:
     def answer(asked: Asked) -> tuple[int, object]:
         if asked.path == "/v1/transactions":
-            messages = [{"topic": name} for name in (*HOSTILE, "fine-topic")]
-            return 200, {"transactions": [{"messages": messages}], "next_cursor": None}
+            names = (*HOSTILE, "fine-topic")
+            messages = [{"topic": name, "partition": 0} for name in names]
+            row = next(iter(stub.rows.values())) | {"messages": messages}
+            return 200, {"transactions": [row], "next_cursor": None}
         return 200, {"groups": [{"group": name} for name in (*HOSTILE, "fine.group", "größe")]}
 
+    stub.add(1)
     stub.answer = answer
     environ["TXBROKER_URL"] = stub.url
     groups = offered(environ, "txbroker tx list --group ", shell)

@@ -70,6 +70,7 @@ def pages(stub: Stub, count: int, size: int = 1) -> None:
             "next_cursor": str(at + 1) if at + 1 < count else None,
             "done": (at + 1) / count,
             "records": 1000,
+            "unread": 0,
         }
 
     stub.answer = answer

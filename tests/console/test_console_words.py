@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from msgspec import structs
 
+from tests.kit.doctor import METRICS, NOW_MS, World
+from txbroker.cli.doctor.findings import CheckLevel, DoctorResult
+from txbroker.contract.audit import AuditNews, CheckNews, encode_news
+from txbroker.contract.groups import GroupAnswer, TestedBody
 from txbroker.contract.service import (
     AuditOverview,
     CheckCounts,
@@ -20,7 +25,7 @@ from txbroker.contract.service import (
     PartitionState,
     ProxyOverview,
 )
-from txbroker.diagnosis.table import DIAGNOSES
+from txbroker.diagnosis.table import DIAGNOSES, problems_of
 from txbroker.errors import RequestError
 from txbroker.proxy.console import formatting as shown
 from txbroker.proxy.console.concerns import SHOWN, concerns_of
@@ -270,6 +275,54 @@ def test_reason_of_each_alert_is_a_concern(name: str) -> None:
     assert concern.diagnosis.act == (name not in WARNINGS)
 
 
+async def doctor_of(planted: Overview) -> dict[str, DoctorResult]:
+    """Return what the doctor finds in an installation with this overview, by check."""
+    world = World()
+    world.proxies.view = planted
+    world.proxies.pages = {one.url: METRICS for one in planted.proxies}
+    world.proxies.registered = [GroupAnswer(group="g", sessions=0, check_url="http://g/check")]
+    world.proxies.tests = {"g": TestedBody(group="g", answered=True)}
+    for audit in planted.audits:
+        checks = [CheckNews(*one, ok=False) for one in audit.failed_checks.items()]
+        news = AuditNews(
+            run="r1", mode=audit.mode, started_ms=0, transactions=1, states={}, drift=audit.drift,
+            ended_ms=NOW_MS - planted.at_ms + audit.ended_ms, checks=checks,
+        )  # fmt: skip
+        world.kafka.news[audit.mode] = encode_news(news)
+    report = await world.examine()
+    return {one.name: one for one in report.outcomes}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+async def test_console_top_doctor_and_alert_agree(name: str) -> None:
+    planted, _ = PLANTED[name]
+    (row,) = {concern.diagnosis for concern in concerns_of(planted)}
+    assert {words for words, _group in problems_of(planted)} == {row.words}
+    found = await doctor_of(planted)
+    if row.holds:
+        (level,) = {one.level for one in found.values() if one.title == row.holds}
+        assert level is (CheckLevel.FAILS if row.critical else CheckLevel.WARNING)
+    else:
+        levels = {found["proxies-ready"].level, found["proxies-owners"].level}
+        assert CheckLevel.FAILS in levels or not row.act
+        assert levels != {CheckLevel.OK}
+    assert not row.critical or row.act
+    alerts = yaml.safe_load((ROOT / "charts/txbroker/files/alerts.yaml").read_text())
+    severities = {
+        rule["labels"]["severity"]
+        for group in alerts["groups"]
+        for rule in group["rules"]
+        if rule["alert"] == row.name and rule["expr"].strip() == row.expr
+    }
+    assert severities == ({"critical" if row.critical else "warning"} if row.expr else set())
+
+
+def test_old_transactions_of_unreachable_groups_are_reported_as_by_the_alert() -> None:
+    planted = with_group(unreachable_since_ms=1, oldest_pending_age_s=901.0)
+    titles = [concern.diagnosis.alert for concern in concerns_of(planted)]
+    assert titles == ["GroupUnreachable", "PendingTooOld"]
+
+
 def test_every_condition_is_shown_or_a_command_shows_it() -> None:
     shown = {one for one in DIAGNOSES if one.find}
     assert SHOWN.keys() == shown
@@ -301,8 +354,13 @@ def test_every_condition_is_shown_or_a_command_shows_it() -> None:
         with_audit(100 * DAY_MS - 300_000, "stream"),
     ],
 )
-def test_at_the_bounds_there_is_no_concern(quiet: Overview) -> None:
+async def test_at_the_bounds_there_is_no_concern(quiet: Overview) -> None:
     assert concerns_of(quiet) == []
+    titles = {one.holds for one in DIAGNOSES}
+    unwell = [one for one in (await doctor_of(quiet)).values() if one.level != CheckLevel.OK]
+    # Without an audit the doctor alone advises one.
+    assert [one.name for one in unwell if one.title in titles and quiet.audits] == []
+    assert {one.name for one in unwell if one.title in titles} <= {"audit-fresh"}
 
 
 def test_silent_kafka_is_the_headline_and_takes_the_place_of_not_ready() -> None:

@@ -326,7 +326,7 @@ async def test_released_key_that_fails_again_needs_no_room(
     handler = Handler(bad=BUG, ugly=BUG)
     world.produce("a=bad", "b=ugly", partition=0)
     async with world.running(handler, **ASIDE | {"local_attempts_max": 1}) as consumer:
-        await keys(world, consumer, 2)
+        await until(lambda: len(world.records("aside")) == 2)
         world.release(b"a")
         await until(lambda: len(world.records("aside")) == 4)  # the release, and its end
         assert handler.seen.count("bad") == 2

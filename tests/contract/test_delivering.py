@@ -11,7 +11,15 @@ from tests.kit.until import until
 from txbroker.core.consuming.position import StoredOffset
 from txbroker.core.records import Record
 from txbroker.door.consuming import LATEST, ConsumingDoor, TopicSpec
-from txbroker.door.writing import Copy, Fenced, GroupOffsets, PositionRecord, Refused, Writer
+from txbroker.door.writing import (
+    Copy,
+    Fenced,
+    GroupOffsets,
+    PositionRecord,
+    Refused,
+    Unknown,
+    Writer,
+)
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 
 KEY = "outbox/0"
@@ -283,3 +291,55 @@ async def test_writer_that_was_replaced_stores_no_offsets(
         await first.commit(offsets=[offsets.of(3)])
     await offsets.reach(2)
     assert await writers.visible() == [b"second"]
+
+
+# --- after a failure --------------------------------------------------------------------------
+
+
+async def _unusable(writer: Writer, copies: list[Copy]) -> None:
+    """Check that a writer waits for its claim."""
+    with pytest.raises(Unknown):
+        await writer.write(copies)
+    with pytest.raises(Unknown):
+        await writer.commit(b"9")
+    await writer.abort()
+
+
+@pytest.mark.rule(47)
+@pytest.mark.parametrize("call", ["write", "abort", "commit"])
+async def test_fenced_writer_can_be_claimed_again(writers: Writers, call: str) -> None:
+    first, second = writers.new(), writers.new()
+    await first.claim()
+    await first.write(writers.copies(b"a"))
+    await first.write(writers.copies(b"b"))
+    await second.claim()
+    with pytest.raises(Fenced):
+        await {
+            "write": lambda: first.write(writers.copies(b"c")),
+            "abort": first.abort,
+            "commit": lambda: first.commit(b"1"),
+        }[call]()
+    await _unusable(first, writers.copies(b"c"))
+    await second.write(writers.copies(b"second"))
+    await second.commit(b"2")
+    assert await first.claim() == b"2"
+    await first.write(writers.copies(b"first"))
+    await first.commit(b"3")
+    assert await writers.visible() == [b"second", b"first"]
+
+
+@pytest.mark.rule(47)
+async def test_writer_whose_claim_failed_is_unusable(writers: Writers) -> None:
+    writer = writers.new()
+    await _unusable(writer, writers.copies(b"never claimed"))
+    await writer.claim()
+    await writer.write(writers.copies(b"a"))
+    await writer.write(writers.copies(b"b"))
+    await writers.forge(FORGED)
+    with pytest.raises(ConfigurationError):
+        await writer.claim()
+    await _unusable(writer, writers.copies(b"c"))
+    assert await writers.new(take=True).claim() == b"9"
+    assert await writer.claim() == b"9"
+    await writer.commit(b"10")
+    assert await writers.visible() == []

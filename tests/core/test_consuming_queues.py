@@ -186,7 +186,7 @@ def test_offset_order_while_nothing_is_busy(order: Order) -> None:
         assert world.take() is item
         world.settle(item)
     assert world.take() is None
-    assert not world.queues.more
+    assert not world.queues.has_more()
 
 
 @pytest.mark.parametrize(

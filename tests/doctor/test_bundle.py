@@ -94,7 +94,7 @@ async def test_bundle_has_all_files(world: World, tmp_path: Path) -> None:
     assert json.loads(files["versions.json"])["brokers"][0]["node"] == 1
     assert json.loads(files["settings.json"])["check_attempts_max"] == 15
     assert json.loads(files["doctor.json"])["checks"]
-    assert "half_retention_seconds 1000.0" in files["proxies/01/metrics.txt"]
+    assert 'promoted_total{topic="payments"} 3.0' in files["proxies/01/metrics.txt"]
 
 
 async def test_bundle_is_packed_without_any_answer(world: World, tmp_path: Path) -> None:

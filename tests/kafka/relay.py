@@ -191,3 +191,14 @@ def fates(key: int, *fates: Fate) -> Callable[[int], Fate]:
         return left.pop(0) if found == key and left else Fate.PASS
 
     return decide
+
+
+def cancelling(key: int, task: asyncio.Task[Any]) -> Callable[[int], Fate]:
+    """The first request of one kind cancels a task; like all others it passes."""
+
+    def decide(found: int) -> Fate:
+        if found == key and not task.cancelling():
+            task.cancel()
+        return Fate.PASS
+
+    return decide

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from tests.kafka.relay import END_TXN, INIT_PRODUCER_ID, Fate, Relay, fates
+from tests.kafka.relay import END_TXN, INIT_PRODUCER_ID, PRODUCE, Fate, Relay, cancelling, fates
 from tests.kit.kafka import KafkaHarness
 from txbroker.core.records import Record
 from txbroker.door.consuming import ConsumingDoor, TopicSpec
@@ -19,6 +20,9 @@ from txbroker.kafka.door.consuming import KafkaConsumingDoor
 from txbroker.kafka.protocol.codes import Code
 from txbroker.kafka.protocol.copies import cause_of
 
+PROTOCOLS = [1, pytest.param(2, marks=pytest.mark.second_protocol)]
+"""Kafka's transaction protocols."""
+
 
 class Late:
     """Writers of one position, one of them through a relay that breaks on purpose."""
@@ -27,12 +31,19 @@ class Late:
         self.world = world
         self.target = target
 
-    async def writer(self, relay: Relay | None = None) -> Writer:
-        opener = {} if relay is None else {"opener": relay.open}
-        door: ConsumingDoor = await self.world.consuming_door(**opener)
+    async def writer(self, relay: Relay | None = None, **settings: Any) -> Writer:
+        if relay is not None:
+            settings["opener"] = relay.open
+        door: ConsumingDoor = await self.world.consuming_door(**settings)
         topic = self.world.name("relay")
         await door.create([TopicSpec(topic, 1, -1, {"cleanup.policy": "compact"})])
         return door.writer(self.world.name("outbox"), PositionRecord(topic, "outbox/0"))
+
+    async def settled(self) -> None:
+        """Wait until readers of both topics wait for no transaction."""
+        door = await self.world.consuming_door()
+        for topic in (self.target, self.world.name("relay")):
+            await door.settled_end((topic, 0))
 
     def copy(self, value: bytes) -> list[Copy]:
         return [Copy(self.target, 0, Record(None, value))]
@@ -59,6 +70,52 @@ async def test_position_is_read_after_the_predecessor_is_fenced(
     await first.commit(b"1")
     held.send()
     assert await claim == b"1"
+
+
+@pytest.mark.parametrize("transactions", PROTOCOLS)
+async def test_writer_that_its_late_claim_fences_goes_on(
+    late: Late, make_relay: Callable[..., Relay], transactions: int
+) -> None:
+    """Kafka may execute a request after another one was answered, and fences the writer."""
+    relay = make_relay(fates(INIT_PRODUCER_ID, Fate.HOLD_AND_RESET))
+    writer = await late.writer(relay, transactions=transactions)
+    await writer.claim()
+    await writer.write(late.copy(b"a"))
+    await writer.write(late.copy(b"b"))
+    await (await relay.caught()).release()
+    with pytest.raises(Unknown):
+        await writer.commit(b"1")
+    assert await writer.claim() is None
+    await writer.write(late.copy(b"a"))
+    await writer.commit(b"1")
+    assert await late.visible() == [b"a"]
+
+
+@pytest.mark.rule(47)
+@pytest.mark.parametrize("transactions", PROTOCOLS)
+@pytest.mark.parametrize("key", [PRODUCE, END_TXN])
+@pytest.mark.parametrize("call", ["claim", "write", "commit"])
+async def test_cancelled_call_leaves_nothing_open(
+    late: Late, make_relay: Callable[..., Relay], transactions: int, key: int, call: str
+) -> None:
+    """Readers and the claims of other positions would wait until Kafka ends it."""
+    relay = make_relay()
+    writer, next_owner = await late.writer(relay, transactions=transactions), await late.writer()
+    if call != "claim":
+        await writer.claim()
+        await writer.write(late.copy(b"a"))
+    calls = {
+        "claim": writer.claim,
+        "write": lambda: writer.write(late.copy(b"b")),
+        "commit": lambda: writer.commit(b"1"),
+    }
+    cancelled: asyncio.Task[Any] = asyncio.ensure_future(calls[call]())
+    relay.decide = cancelling(key, cancelled)
+    await asyncio.wait([cancelled])
+    await writer.abort()
+    async with asyncio.timeout(2):
+        await late.settled()
+        await next_owner.claim()
 
 
 async def test_end_by_kafka_after_its_timeout_is_no_other_process(
@@ -121,7 +178,7 @@ async def test_messages_and_position_have_one_end(
         assert requests.count(END_TXN) == 1
 
 
-@pytest.mark.parametrize("transactions", [1, pytest.param(2, marks=pytest.mark.second_protocol)])
+@pytest.mark.parametrize("transactions", PROTOCOLS)
 async def test_refused_record_of_a_later_piece_is_named(
     world: KafkaHarness, transactions: int
 ) -> None:

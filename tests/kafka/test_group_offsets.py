@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.kafka.relay import ADD_PARTITIONS, END_TXN, OFFSET_COMMIT, Fate, Relay, fates
+from tests.kafka.relay import (
+    ADD_PARTITIONS,
+    END_TXN,
+    OFFSET_COMMIT,
+    PRODUCE,
+    Fate,
+    Relay,
+    cancelling,
+    fates,
+)
 from tests.kit.kafka import KafkaHarness
 from tests.kit.until import until
 from txbroker import failpoints
@@ -416,3 +425,26 @@ async def test_load_knows_the_result_of_a_broken_commit(
         await offsets.commit({group.at: StoredOffset(3, "")}, [group.copy(b"3")])
         assert await group.stored() == StoredOffset(3, "")
         assert (await group.copies())[-1] == b"3"
+
+
+@pytest.mark.rule(46)
+@pytest.mark.parametrize("transactions", PROTOCOLS)
+@pytest.mark.parametrize("key", [PRODUCE, TXN_OFFSET_COMMIT, END_TXN])
+async def test_next_owner_does_not_wait_for_a_cancelled_commit(
+    world: KafkaHarness, make_relay: Callable[..., Relay], transactions: int, key: int
+) -> None:
+    """The member may stay out of the group: it need not load, nor be closed."""
+    relay = make_relay()
+    async for group in _world(world, transactions=transactions, opener=relay.open):
+        _member, offsets = await group.member(exact=True)
+        await offsets.commit({group.at: StoredOffset(1, "")}, [group.copy(b"1")])
+        commit = offsets.commit({group.at: StoredOffset(2, "")}, [group.copy(b"2")])
+        cancelled = asyncio.create_task(commit)
+        relay.decide = cancelling(key, cancelled)
+        await asyncio.wait([cancelled])
+        assert cancelled.cancelled()
+        async with asyncio.timeout(2):
+            stored = await group.stored()
+            copies = await group.copies()
+        assert stored is not None
+        assert copies == [b"1", b"2"][: stored.offset]

@@ -220,6 +220,7 @@ async def _send(error: Exception) -> None:
 
     class Failing:
         transaction_timeout_s = 15.0
+        late_until_s = 0.0
 
         async def add(self, partitions: Any, backoff: Any) -> None: ...
 

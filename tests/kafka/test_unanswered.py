@@ -36,6 +36,12 @@ FIRST = {"transactions": 1}
 LOST_BEGINS = pytest.mark.parametrize("fate", [Fate.HOLD_AND_RESET, Fate.LOSE_ANSWER])
 
 
+async def test_claim_record_is_written_while_the_claim_has_time(relayed: Relayed) -> None:
+    relayed.decide(PRODUCE, Fate.HOLD)
+    await relayed.first(request_timeout_s=0.4)
+    assert len(relayed.relay.held) == 1
+
+
 @pytest.mark.rule(15)
 @pytest.mark.parametrize(
     ("fate", "changes"),

@@ -39,13 +39,7 @@ ONE, TWO = "https://one:8470", "https://two:8470"
 ALL = frozenset({"Read", "Write", "Describe", "DescribeConfigs"})
 PARTITIONS = 4
 METRICS = """\
-# HELP txbroker_half_retention_seconds x
-# TYPE txbroker_half_retention_seconds gauge
-txbroker_half_retention_seconds 1000.0
-# TYPE txbroker_half_retention_headroom_seconds gauge
-txbroker_half_retention_headroom_seconds 600.0
-# TYPE txbroker_lost_undecided_total counter
-txbroker_lost_undecided_total 0.0
+# HELP txbroker_promoted_total x
 # TYPE txbroker_promoted_total counter
 txbroker_promoted_total{topic="payments"} 3.0
 txbroker_promoted_total{topic="other"} 3.0

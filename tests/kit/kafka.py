@@ -107,10 +107,10 @@ class KafkaHarness:
         return door
 
     async def consuming_door(
-        self, opener: Callable[..., Any] = open_connection
+        self, opener: Callable[..., Any] = open_connection, **settings: Any
     ) -> KafkaConsumingDoor:
         """A started door of a consumer; closed when the test ends."""
-        door = KafkaConsumingDoor(self.settings(), opener)
+        door = KafkaConsumingDoor(self.settings(**settings), opener)
         self._consuming_doors.append(door)
         await door.start()
         return door

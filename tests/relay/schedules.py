@@ -120,7 +120,7 @@ class Relay:
         self.writes = 0
         self._world = world
         self._next: asyncio.Future[None] | None = None
-        self._over = False
+        self.crashed = self._over = False
         id = f"outbox/{shard}"
         self._writer = MemoryWriter(self, world.kafka, id, PositionRecord(POSITIONS, id))
         named = world.named
@@ -157,6 +157,8 @@ class Relay:
         return self._next is not None
 
     async def _gate(self) -> None:
+        if self.crashed:
+            raise KafkaUnavailable("nothing more is sent")
         self._next = asyncio.get_running_loop().create_future()
         self._world.arrived()
         await self._next
@@ -385,6 +387,7 @@ class World:
     async def _crash(self) -> None:
         if self.relays:
             relay = self.relays.pop(self.fate.randrange(len(self.relays)))
+            relay.crashed = True
             relay.task.cancel()
             await asyncio.gather(relay.task, return_exceptions=True)
 

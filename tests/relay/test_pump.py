@@ -15,6 +15,9 @@ class Silent:
     async def claim(self) -> None:
         """See `RelaySink.claim`."""
 
+    async def abort(self) -> None:
+        """See `RelaySink.abort`."""
+
     async def resume(self, _position: bytes | None) -> None:
         """See `Source.resume`."""
         raise DatabaseUnavailable("no answer")
@@ -29,6 +32,32 @@ class Events(PumpEvents):
     def failed(self, error: Exception) -> None:
         """See `PumpEvents.failed`."""
         self.noted.set()
+
+
+class Claiming(Silent):
+    """A sink whose claim gets no answer."""
+
+    def __init__(self) -> None:
+        self.claiming, self.aborted = asyncio.Event(), False
+
+    async def claim(self) -> None:
+        """See `RelaySink.claim`."""
+        self.claiming.set()
+        await asyncio.Event().wait()
+
+    async def abort(self) -> None:
+        """See `RelaySink.abort`."""
+        self.aborted = True
+
+
+async def test_cancelled_claim_leaves_no_transaction_open() -> None:
+    """It holds the position: the claims of other shards would wait for its end."""
+    sink = Claiming()
+    running = asyncio.create_task(Pump("test", cast(Any, sink), cast(Any, sink), Events()).run())
+    await sink.claiming.wait()
+    running.cancel()
+    await asyncio.wait([running])
+    assert sink.aborted
 
 
 async def test_pump_that_pauses_after_a_failure_stops() -> None:

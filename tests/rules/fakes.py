@@ -343,7 +343,7 @@ class Gate:
         return stored
 
 
-class Held:
+class Held(PromotionTxnHandle):
     """A turn whose commit is acknowledged, and seen, when its gates are opened."""
 
     def __init__(self, *, committed: bool = True, visible: bool = True) -> None:

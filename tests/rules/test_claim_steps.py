@@ -71,11 +71,12 @@ class WatchedDoor(KafkaPartitionDoor):
         self.steps += ["producer a", "producer b"]
         first, second = super()._writers()
         for writer, side in ((first, "a"), (second, "b")):
-            started = Started(self.steps, side)
-            writer._new_producer = lambda started=started: started  # type: ignore[method-assign, misc]
+            writer.producer = Started(self.steps, side)
         return first, second
 
-    async def _write_claim(self, writer: TransactionalWriter, claim: Claim) -> int:
+    async def _write_claim(
+        self, writer: TransactionalWriter, claim: Claim, backoff: Backoff
+    ) -> int:
         self.steps.append("claim record")
         return 7
 

@@ -38,7 +38,6 @@ from txbroker.kafka.client.producer import Producer, ProducerFenced, StoredBatch
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.open_transactions import OpenTransactionGuard
 from txbroker.kafka.door.pipelined_writer import (
-    KafkaPromotionTxn,
     PipelinedTxnWriter,
     promotion_writers,
 )
@@ -177,7 +176,7 @@ async def test_promotion_after_aborted_one_is_not_committed(writers: WriterHarne
 async def test_promotion_waits_for_open_txn_of_its_producer(
     writers: WriterHarness, at: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("txbroker.kafka.door.pipelined_writer._ADD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("txbroker.kafka.door.pipelined_writer._ENDS_TIMEOUT_S", 0.05)
     writers.open["a"] = {at: Cause("hanging", f"{at[0]} has no end marker", *at, True)}
     first = await writers.write(1)
     await first.committed()
@@ -566,6 +565,7 @@ class FakeProducer:
 
     id, epoch = 7, 0
     transaction_timeout_s = 15.0
+    late_until_s = 0.0
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name = name
@@ -631,7 +631,7 @@ class WriterHarness:
             StableEnds(cast(Client, client)),
         )
 
-    async def write(self, number: int) -> KafkaPromotionTxn:
+    async def write(self, number: int) -> PromotionTxnHandle:
         promoted = (Copy("t", 0, Record(b"k", b"v", (), 1)),)
         return await self.writer.write(
             PromotionTxn(promoted, (), Checkpoint(1, "c", number, number))

@@ -495,7 +495,8 @@ class Rounds:
                 partition.admit_first(len(messages))
                 if partition.gate and messages:
                     self.changed(partition, 0)
-        self._engine.waiting.wake()
+        if round_.pending or round_.admitted:
+            self._engine.waiting.wake()
         for partition in self.copies.partitions:
             self.changed(partition, 0)
         if self._soon:

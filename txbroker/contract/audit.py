@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from txbroker.contract.drift import Severity
+from txbroker.contract.service import AuditOverview
 from txbroker.core.decoding import Malformed, NewerVersion, version_of
 
 BATCH_KEY, STREAM_KEY = "batch", "stream"
@@ -103,6 +104,12 @@ class AuditNews(Struct, frozen=True, kw_only=True):
     stream: StreamFigures | None = None
     acknowledged: _Kinds = {}
     checks: Annotated[list[CheckNews], Meta(max_length=64)] = []
+
+    def overview(self, mode: str) -> AuditOverview:
+        """Return the result for operators; `mode` is the key of its record."""
+        drift = {kind: count for kind, count in self.drift.items() if count}
+        failed: dict[str, str] = {one.name: one.severity for one in self.checks if not one.ok}
+        return AuditOverview(mode, self.ended_ms, drift, failed)
 
 
 def encode_news(news: AuditNews) -> bytes:

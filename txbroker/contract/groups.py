@@ -11,6 +11,15 @@ class AnswerBody(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The body of an answer; fields with their default are omitted."""
 
 
+class ErrorFields(AnswerBody, frozen=True):
+    """An error: a code for programs, a message for people, and the object concerned."""
+
+    code: str
+    message: str
+    id: str | None = None
+    path: str | None = None
+
+
 class GroupAnswer(AnswerBody, frozen=True):
     """A registered group, and its number of checkable sessions at this proxy.
 

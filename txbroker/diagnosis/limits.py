@@ -2,27 +2,20 @@
 
 from msgspec import Struct
 
-from txbroker.contract.service import CHECKS_FAILING_MIN, CHECKS_FAILING_SHARE
-
 
 class DiagnosisLimits(Struct, frozen=True):
     """Limits beyond which a condition is one to report. Durations are seconds.
 
     Attributes:
-        pending_age_s: age of an undecided transaction; the attempts of the default policy end
-            after 7 minutes.
-        pending_windows: the same where the policy of its group is known, in check windows.
+        pending_age_s: age of an undecided transaction.
         pending: undecided transactions of a group; fewer are no concern, though they grow.
         growth_per_s: growth of them, by the second on average of 15 minutes.
-        prepare_s: the 99th percentile of prepares; normally milliseconds.
+        prepare_s: the 99th percentile of prepares.
         promotion_s: time from a commit until the messages are visible; normally milliseconds.
-        headroom_share: share of half's retention left for messages without a copy; copies are made
-            when half of the retention is over.
+        headroom_share: share of half's retention left for messages without a copy.
         audit_s: age of the newest audit of a mode.
         stream_s: lag of a streaming audit.
-        failing_checks: checks without a decision in 15 minutes; fewer are no concern.
-        failing_share: their share of all that were answered or may have been.
-        consumer_s: age of a message that a consumer has not done; longer than all local attempts.
+        consumer_s: age of a message that a consumer has not done.
         relay_s: age of a committed row of an outbox; normally milliseconds.
         undecided_s: age of an undecided row of an outbox.
         lag_bytes: log of a database after the position of a capture, bytes.
@@ -31,7 +24,6 @@ class DiagnosisLimits(Struct, frozen=True):
     """
 
     pending_age_s: float = 900.0
-    pending_windows: float = 2.0
     pending: int = 1000
     growth_per_s: float = 0.5
     prepare_s: float = 1.0
@@ -39,8 +31,6 @@ class DiagnosisLimits(Struct, frozen=True):
     headroom_share: float = 0.4
     audit_s: float = 2 * 86400.0
     stream_s: float = 300.0
-    failing_checks: int = CHECKS_FAILING_MIN
-    failing_share: float = CHECKS_FAILING_SHARE
     consumer_s: float = 900.0
     relay_s: float = 60.0
     undecided_s: float = 900.0

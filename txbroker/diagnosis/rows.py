@@ -5,39 +5,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from txbroker.contract.service import GroupOverview
+from txbroker.contract.service import GroupOverview, Overview
 from txbroker.diagnosis.overview import Finder
-
-
-class AlertRule(Struct, frozen=True, kw_only=True):
-    """A rule by which Prometheus detects a condition.
-
-    Attributes:
-        group: the group of rules.
-        expr: the expression, in PromQL.
-        after: for how long it must hold; "" fires at once.
-        critical: whether it pages an operator; a warning can wait for the morning.
-        scope: distinguishes the rules of one alert.
-        fires: completes "fires when".
-        description: what Prometheus sends; it may use `$labels` and `$value`.
-        summary: its title; "" is that of the condition.
-        remark: why the rule is as it is.
-    """
-
-    group: str
-    expr: str
-    after: str = ""
-    critical: bool = False
-    scope: str = ""
-    fires: str
-    description: str
-    summary: str = ""
-    remark: str = ""
-
-    @property
-    def severity(self) -> str:
-        """The label of its severity."""
-        return "critical" if self.critical else "warning"
 
 
 class Wording(Struct, frozen=True):
@@ -56,9 +25,18 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
 
     Attributes:
         alert: its alert and runbook, without the prefix; conditions may share one.
-        rules: the rules of the alert.
+        critical: whether calls fail or messages are missing: the alert pages an operator, the
+            doctor's check fails. Otherwise it can wait for the morning, and the check warns.
+        manual: whether only an operator ends it, although it is not critical.
+        section: the group of its alert rule.
+        expr: the expression of the rule, in PromQL; "" without a rule.
+        after: for how long it must hold; "" fires at once.
+        scope: distinguishes the rules of one alert.
+        fires: completes "fires when".
+        summary: the title of what Prometheus sends; "" is `title`, its facts are labels.
+        description: its text; it may use `$labels` and `$value`.
+        remark: why the rule is as it is.
         find: finds it in an overview; None if no proxy knows it.
-        act: whether calls fail or an operator must act; otherwise it may resolve itself.
         of_proxy: whether it stays with a proxy when half partitions move.
         headline: whether it explains the others.
         title: the problem.
@@ -68,9 +46,17 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
     """
 
     alert: str
-    rules: tuple[AlertRule, ...] = ()
+    critical: bool = False
+    manual: bool = False
+    section: str = ""
+    expr: str = ""
+    after: str = ""
+    scope: str = ""
+    fires: str = ""
+    summary: str = ""
+    description: str = ""
+    remark: str = ""
     find: Finder | None = None
-    act: bool = False
     of_proxy: bool = False
     headline: bool = False
     title: Wording = Wording("")
@@ -88,9 +74,10 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
         """The path of its runbook."""
         return f"docs/runbooks/{self.name}.md"
 
-    def summary(self, rule: AlertRule) -> str:
-        """Return the title of a rule; the facts of the condition's title are its labels."""
-        return rule.summary or re.sub(r"{(\w+)}", r"{{ $labels.\1 }}", self.title.one)
+    @property
+    def act(self) -> bool:
+        """Whether calls fail or an operator must act; otherwise it may resolve itself."""
+        return self.critical or self.manual
 
     @property
     def words(self) -> str:
@@ -98,6 +85,10 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
         if self.headline:
             return "Kafka does not answer"
         return re.sub("(?<!^)([A-Z])", r" \1", self.alert).capitalize()
+
+    def parts(self, overview: Overview) -> tuple[Any, ...]:
+        """Return the parts of an overview to which it applies."""
+        return () if self.find is None else tuple(self.find(overview))
 
 
 class Occurrence(Struct, frozen=True):

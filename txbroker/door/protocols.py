@@ -7,7 +7,7 @@ and `KafkaUnavailable`, never an exception of a Kafka client. Every method that 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from msgspec import Struct
@@ -104,13 +104,27 @@ class PromotionTxn(Struct, frozen=True):
     progress: Checkpoint
 
 
-class PromotionTxnHandle(Protocol):
-    """A promotion transaction whose records the brokers have acknowledged."""
+class PromotionTxnHandle:
+    """A promotion transaction whose records the brokers have acknowledged; its commit proceeds.
 
-    offsets: Sequence[int]
-    """The offset of each promoted record, -1 if unknown."""
-    parked_offsets: Sequence[int]
-    """The offset of each record in the parked topic, -1 if unknown."""
+    Args:
+        offsets: of each promoted record, -1 if unknown.
+        parked_offsets: of each record in the parked topic, -1 if unknown.
+        commit: see `begin_commit`.
+        pass_by: waits until the last stable offsets have passed it.
+    """
+
+    def __init__(
+        self,
+        offsets: Sequence[int],
+        parked_offsets: Sequence[int],
+        commit: asyncio.Task[None],
+        pass_by: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.offsets = offsets
+        self.parked_offsets = parked_offsets
+        self._commit = commit
+        self._pass_by = pass_by
 
     async def committed(self) -> None:
         """Wait until the commit is acknowledged.
@@ -118,6 +132,7 @@ class PromotionTxnHandle(Protocol):
         Raises:
             Fenced, Unknown: claim again; the progress shows whether it was committed.
         """
+        await commit_outcome(self._commit)
 
     async def visible(self) -> None:
         """Wait until every `read_committed` reader can see it (the LSO has passed it).
@@ -125,6 +140,8 @@ class PromotionTxnHandle(Protocol):
         Raises:
             NotVisible: not within 60 s.
         """
+        await self.committed()
+        await self._pass_by()
 
 
 class ForeignRecord(NamedTuple):

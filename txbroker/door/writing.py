@@ -108,8 +108,9 @@ class Writer(Protocol):
     """Writes records and positions, each time in one Kafka transaction.
 
     Its own position, if it has a `PositionRecord`, is the newest record with that key that it or an
-    earlier writer with its transactional id wrote; see `PositionScan`. One call at a time; after
-    any error but `Refused` the writer must be claimed again.
+    earlier writer with its transactional id wrote; see `PositionScan`. One call at a time. After
+    any error but `Refused`, and after a call that was cancelled, the writer must be claimed again:
+    until then `write` and `commit` raise `Unknown`.
     """
 
     async def look(self) -> bytes | None:
@@ -144,6 +145,9 @@ class Writer(Protocol):
 
     async def abort(self) -> None:
         """Drop all messages written since the last commit.
+
+        Where the writer must be claimed again, also after a call that was cancelled, end its
+        transaction if Kafka answers soon, without an error: readers need not wait for the claim.
 
         Raises:
             Fenced, Unknown

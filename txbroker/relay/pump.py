@@ -28,7 +28,7 @@ T = TypeVar("T")
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _PAUSE_S, _PAUSE_MAX_S = 0.1, 10.0
-_ABORT_S = 5.0
+_ABORT_S = 2.0
 
 
 class PumpEvents:
@@ -67,8 +67,6 @@ class Pump:
         self._events = events
         self._failures = 0
         self._stopping = False
-        self._delivering = False
-        """The transaction of a delivery may be open."""
         self._waiting: asyncio.Future[Any] | None = None
 
     def stop(self) -> None:
@@ -84,15 +82,17 @@ class Pump:
             ConfigurationError: the source cannot go on.
             Fenced: another pump has claimed the position.
         """
-        with contextlib.suppress(_Stopped):
-            while not self._stopping:
-                await self._run()
+        try:
+            with contextlib.suppress(_Stopped):
+                while not self._stopping:
+                    await self._run()
+        finally:
+            await self._abort()
 
     async def _run(self) -> None:
         """Claim and deliver until a failure, and pause."""
         try:
             position = await self._sink.claim()
-            self._delivering = False
             await self._idle(self._source.resume(position))
             failpoint("relay.resumed")
             if position is not None:
@@ -107,12 +107,13 @@ class Pump:
             self._failures += 1
             pause_s = grown_pause_s(self._failures, _PAUSE_S, _PAUSE_MAX_S)
             log.warning("relay waits", relay=self._name, pause_s=pause_s, error=safe_repr(error))
-            if self._delivering:
-                # Aborts the delivery's transaction, for which readers of its topics wait.
-                with contextlib.suppress(KafkaUnavailable, TimeoutError):
-                    await asyncio.wait_for(self._sink.claim(), _ABORT_S)
-                    self._delivering = False
+            await self._abort()
             await self._idle(asyncio.sleep(pause_s))
+
+    async def _abort(self) -> None:
+        """End the transaction of a claim or delivery, for which readers of its topics wait."""
+        with contextlib.suppress(KafkaUnavailable, TimeoutError):
+            await asyncio.wait_for(self._sink.abort(), _ABORT_S)
 
     async def _idle(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for something that `stop` may cancel.
@@ -135,7 +136,7 @@ class Pump:
 
     async def _deliver(self) -> None:
         delivery = await self._idle(self._source.next())
-        count, self._delivering = 0, True
+        count = 0
         try:
             async for messages in delivery.pieces():
                 await self._sink.write(messages)
@@ -153,17 +154,8 @@ class Pump:
             )
             self._events.refused(len(error.refusals))
             await self._sink.abort()  # earlier pieces may be written
-            self._delivering = False
             await self._source.refused(delivery, error.refusals)
             return
-        except KafkaUnavailable:
-            raise  # the next claim aborts
-        except BaseException:
-            # Readers of its topics would wait until the transaction times out.
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(self._sink.abort(), _ABORT_S)
-            raise
-        self._delivering = False
         failpoint("relay.committed")
         await self._source.delivered(delivery)
         failpoint("relay.delivered")

@@ -54,6 +54,7 @@ class ShardPumps:
         try:
             await source.resume(await sink.claim())
         finally:
+            await sink.abort()
             await source.close()
 
     def _key(self, shard: int) -> str:

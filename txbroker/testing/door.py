@@ -9,10 +9,18 @@ The protocols in `txbroker.door.protocols` document the methods and their errors
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
+from functools import partial
 from itertools import dropwhile
-from typing import NamedTuple
 
 from msgspec import structs
 
@@ -383,7 +391,7 @@ class _Writer:
         self._before: asyncio.Task[None] | None = None
         self._broken: Fenced | Unknown | Refused | None = None
 
-    async def write(self, txn: PromotionTxn) -> "MemoryTxnHandle":
+    async def write(self, txn: PromotionTxn) -> PromotionTxnHandle:
         self._check()
         with self._breaking():
             with _translated():
@@ -392,15 +400,18 @@ class _Writer:
                     raise Fenced
             transaction = self._kafka.begin(self._id)
             try:
-                written = self._write_all(txn, transaction)
+                offsets, last = self._write_all(txn, transaction)
             except (Refused, Unknown):
                 self._kafka.end(transaction, committed=False)
                 raise
         self._before = begin_commit(self._commit(transaction, self._before))
-        return MemoryTxnHandle(self._kafka, written, self._before)
+        pass_by, count = partial(_pass_by, self._kafka, last), len(txn.promoted)
+        return PromotionTxnHandle(offsets[:count], offsets[count:-1], self._before, pass_by)
 
-    def _write_all(self, txn: PromotionTxn, transaction: KafkaTransaction) -> "_Written":
-        """Write all records; return the offsets."""
+    def _write_all(
+        self, txn: PromotionTxn, transaction: KafkaTransaction
+    ) -> tuple[Sequence[int], Mapping[tuple[str, int], tuple[MemoryPartition, int]]]:
+        """Write all records; return the offsets, and the last of each partition."""
         parked, checkpoint = (self._parked, self._partition), (self._checkpoint, self._partition)
         copies = [
             *txn.promoted,
@@ -415,8 +426,7 @@ class _Writer:
                 for copy, offset in zip(copies, offsets, strict=True)
             }.items():
                 last[at] = self._kafka.partition(*at), offset
-        count = len(txn.promoted)
-        return _Written(offsets[:count], offsets[count:-1], last)
+        return offsets, last
 
     async def _commit(
         self, transaction: KafkaTransaction, before: asyncio.Task[None] | None
@@ -453,45 +463,21 @@ class _Writer:
             raise raised_again(self._broken)
 
 
-class _Written(NamedTuple):
-    """The offsets of a transaction: promoted and parked records, and each partition's last."""
+async def _pass_by(
+    kafka: MemoryKafka, last: Mapping[tuple[str, int], tuple[MemoryPartition, int]]
+) -> None:
+    """Wait until the last stable offsets have passed a transaction."""
 
-    offsets: Sequence[int]
-    parked: Sequence[int]
-    last: dict[tuple[str, int], tuple[MemoryPartition, int]]
+    def hidden() -> list[tuple[str, int]]:
+        return [name for name, (at, offset) in last.items() if at.stable_end <= offset]
 
-
-class MemoryTxnHandle:
-    """A `txbroker.door.protocols.PromotionTxnHandle`: written; its commit runs on."""
-
-    def __init__(
-        self,
-        kafka: MemoryKafka,
-        written: _Written,
-        commit: asyncio.Task[None],
-    ) -> None:
-        self.offsets: Sequence[int] = written.offsets
-        self.parked_offsets: Sequence[int] = written.parked
-        self._kafka = kafka
-        self._last = written.last
-        self._commit = commit
-
-    async def committed(self) -> None:
-        await commit_outcome(self._commit)
-
-    async def visible(self) -> None:
-        await self.committed()
-        try:
-            async with asyncio.timeout(_VISIBLE_TIMEOUT_S):
-                while self._hidden():
-                    await self._kafka.ended()
-        except TimeoutError:
-            if hidden := self._hidden():
-                why = "an open transaction hides a committed one"
-                raise NotVisible(why, hidden) from None
-
-    def _hidden(self) -> list[tuple[str, int]]:
-        return [name for name, (at, offset) in self._last.items() if at.stable_end <= offset]
+    try:
+        async with asyncio.timeout(_VISIBLE_TIMEOUT_S):
+            while hidden():
+                await kafka.ended()
+    except TimeoutError:
+        if left := hidden():
+            raise NotVisible("an open transaction hides a committed one", left) from None
 
 
 @contextmanager

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -19,6 +20,7 @@ from txbroker.door.writing import (
     Unknown,
     Writer,
 )
+from txbroker.errors import KafkaUnavailable
 from txbroker.testing.memory import MemoryKafka
 from txbroker.testing.topics import KafkaTransaction, LostReply
 
@@ -87,6 +89,7 @@ class MemoryWriter(Writer):
         return scan, scan.position(take=self._take)
 
     async def claim(self) -> bytes | None:
+        self._claimed = False
         self._drop()
 
         def fence() -> None:
@@ -128,9 +131,12 @@ class MemoryWriter(Writer):
 
     async def abort(self) -> None:
         transaction = self._transaction
+        if transaction is not None and self._claimed:
+            await self._run(lambda: self._kafka.end(self._open(), committed=False))
+        elif transaction is not None:
+            with contextlib.suppress(KafkaUnavailable):
+                await self._home.run(lambda: self._kafka.end(transaction, committed=False))
         self._drop()
-        if transaction is not None:
-            await self._run(lambda: self._kafka.end(transaction, committed=False))
 
     async def commit(
         self, position: bytes | None = None, offsets: Sequence[GroupOffsets] = ()
@@ -214,6 +220,10 @@ class MemoryWriter(Writer):
             self._drop()
             self._claimed = True
             raise
+        except (Fenced, Unknown):
+            raise
+        except KafkaUnavailable as error:
+            raise Unknown(str(error)) from None
         self._claimed = True
 
     def _check_claimed(self) -> None:

@@ -245,7 +245,7 @@ class ReleasedKeys:
         try:
             self._engine.arrivals.accept(feed, messages)
             while not feed.ended:
-                await self._engine.waiting.watch()
+                await self._engine.waiting.wait(self._engine.waiting.watchers)
             failpoint("consumer.key_handled")
         finally:
             self._engine.partitions.remove_feed(feed)

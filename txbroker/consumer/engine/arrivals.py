@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from txbroker.consumer.engine.memory import MemoryTooSmall
 from txbroker.consumer.engine.partitions import Partitions
@@ -20,6 +21,8 @@ from txbroker.core.consuming.lifecycle import MessageEvent
 from txbroker.core.consuming.partition import Feed, OwnedPartition
 from txbroker.core.consuming.queues import Order, lane_key_of
 from txbroker.core.records import Record
+
+_size_of = attrgetter("size")
 
 
 class Arrivals:
@@ -51,9 +54,10 @@ class Arrivals:
         self, partition: OwnedPartition, records: Sequence[Record], next_offset: int, end: int
     ) -> None:
         """Take records of a partition that arrived, see `Deliver`."""
-        low = partition.progress.position.low
+        position = partition.progress.position
+        low = position.low
         fresh = partition.arrive(records, next_offset, end)
-        if partition.progress.position.low != low:
+        if position.low != low:
             self._partitions.changed(partition, 0)  # offsets without a record
         self.accept(partition.log, self.wrap(partition.log, fresh))
 
@@ -61,7 +65,7 @@ class Arrivals:
         """Take new messages of a feed, in order."""
         if not messages:
             return
-        partition, sizes = feed.partition, [message.size for message in messages]
+        partition, sizes = feed.partition, [*map(_size_of, messages)]
         feed.bytes += sum(sizes)
         if feed is partition.log:
             try:

@@ -65,7 +65,7 @@ class Engine:
         self.order, self.before = order, before
         self.time = asyncio.get_running_loop().time
         self.queues: Queues[ReceivedMessage] = Queues()
-        self.waiting = Waiting(lambda: self.queues.more)
+        self.waiting = Waiting(self.queues.has_more)
         self.partitions = Partitions(Memory(bytes_max), self.waiting)
         self.arrivals = Arrivals(order, self.partitions, self, self.fail, before=before)
         self.settlement = Settlement(self.partitions, self.time, before=before)
@@ -246,7 +246,7 @@ class Engine:
         Raises: the error that ended the consumer.
         """
         if self.error is None and not self.stopping:
-            await self.waiting.take()
+            await self.waiting.wait(self.waiting.takers)
         if self.error is not None:
             raise self.error
 

@@ -142,4 +142,4 @@ class Partitions:
         partition.draining = True
         partition.stop(StopReason.RELEASED)
         while partition.in_flight:
-            await self.waiting.watch()
+            await self.waiting.wait(self.waiting.watchers)

@@ -40,15 +40,9 @@ class Waiting:
         """Takers that were woken and have not run yet."""
         self._yielding = 0
 
-    async def take(self) -> None:
-        """Wait until there may be a message."""
-        await self._wait(self.takers)
-
-    async def watch(self) -> None:
-        """Wait until anything has changed."""
-        await self._wait(self.watchers)
-
-    async def _wait(self, waiters: deque[asyncio.Future[int]]) -> None:
+    async def wait(self, waiters: deque[asyncio.Future[int]]) -> None:
+        """Wait among the takers until there may be a message, or among the watchers until
+        anything has changed."""
         waiter: asyncio.Future[int] = self._loop.create_future()
         waiters.append(waiter)
         try:
@@ -92,7 +86,8 @@ class Waiting:
 
     def wake(self) -> None:
         """Wake one taker, and all watchers."""
-        _end(self.watchers)
+        if self.watchers:
+            _end(self.watchers)
         while self.takers and not self._woken:
             waiter = self.takers.popleft()
             if not waiter.done():

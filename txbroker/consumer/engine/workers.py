@@ -187,7 +187,7 @@ async def iterate(
     """Yield batches of messages until the consumer stops; the caller calls `done` or `failed`."""
     while True:
         while engine.calls >= in_flight_max and not engine.stopping:
-            await engine.waiting.watch()
+            await engine.waiting.wait(engine.waiting.watchers)
         # One call for a batch: messages of one lane may follow each other in it.
         if messages := await take(engine, count, max_wait_s, HandlerCall()):
             yield messages

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from txbroker.core.consuming.queues import PartitionQueue, Queues
@@ -110,17 +111,15 @@ def apply_event(
     Returns:
         Those whose state allowed it; the others are left as they are.
     """
-    changed = []
-    rules = [RULES.get((message.state, event)) for message in messages]
-    for rule in dict.fromkeys(rules):
-        if rule is None:
-            continue
-        mine = [message for message, each in zip(messages, rules, strict=True) if each is rule]
-        for message in mine:
+    changed: dict[MessageRule, list[Any]] = {}
+    for message in messages:
+        rule = RULES.get((message.state, event))
+        if rule is not None:
             message.state = rule.after
+            changed.setdefault(rule, []).append(message)
+    for rule, mine in changed.items():
         rule.effect(partition, mine[0].feed, mine, detail)
-        changed += mine
-    return changed
+    return list(chain.from_iterable(changed.values()))
 
 
 def _admit(partition: Partition, feed: MessageFeed, messages: Sequence[Any], _: Any) -> None:

@@ -195,9 +195,8 @@ class Queues(Generic[M]):
         self._delayed: list[tuple[float, int, Lane]] = []
         self._numbers = itertools.count()
 
-    @property
-    def more(self) -> bool:
-        """Whether there may be another message to take."""
+    def has_more(self) -> bool:
+        """Return whether there may be another message to take."""
         return bool(self._round)
 
     @property
@@ -213,7 +212,7 @@ class Queues(Generic[M]):
     def _list(self, queue: PartitionQueue[M]) -> None:
         if queue.listed or queue.stops or queue.removed:
             return
-        if queue.continued or queue.retries or queue.has_new:
+        if queue.continued or queue.retries or (queue.buffer and not queue.full):
             queue.listed = True
             self._round.append(queue)
 

@@ -48,6 +48,8 @@ _MARKERS_S = 0.02
 again (`add.partitions.to.txn.retry.backoff.ms`)."""
 _COMPLETION_S = 0.001
 """Time between the last visible marker and the coordinator's own record of it."""
+_LATE_S = 60.0
+"""A coordinator that executes a request later has lost its session, and is no coordinator."""
 _MAYBE_STORED = (Code.REQUEST_TIMED_OUT, Code.NOT_ENOUGH_REPLICAS_AFTER_APPEND)
 """In addition, a leader deposed while it waits for followers answers that it is no leader, though
 its successor may have the batch."""
@@ -134,6 +136,8 @@ class Producer:
         """The coordinator may know of a transaction that has not ended."""
         self._ended_s = float("-inf")
         self._visible_s = float("-inf")
+        self.late_until_s = float("-inf")
+        """Until when Kafka may execute a `start` that was not answered, and so fence this."""
         self.vouching_leader: dict[Partition, int] = {}
         """The broker that vouched for a partition: only it may receive the next batch."""
 
@@ -194,9 +198,13 @@ class Producer:
                     self._transactional_id, timeout_ms, current
                 )
                 answer = await self._ask_coordinator(request)
-            except KafkaUnavailable as error:
+            except (KafkaUnavailable, asyncio.CancelledError) as error:
+                if isinstance(error, Unanswered | asyncio.CancelledError):
+                    self.late_until_s = asyncio.get_running_loop().time() + _LATE_S
+                if isinstance(error, asyncio.CancelledError) or not is_retriable(error):
+                    raise
                 # A retry is safe even if unanswered: it only raises the epoch once more.
-                if not is_retriable(error) or not await backoff.pause():
+                if not await backoff.pause():
                     raise
                 continue
             if answer.error_code in FENCED:
@@ -537,8 +545,6 @@ class Producer:
                     raise
                 continue
             if answer.error_code == Code.NONE:
-                self._added.clear()
-                self._begun = False
                 self._ended_s = asyncio.get_running_loop().time()
                 self._adopt(self._protocol.next_identity(answer))
                 return
@@ -563,7 +569,9 @@ class Producer:
             await self._init_producer_id(backoff, (self.id, self.epoch))
 
     def _adopt(self, identity: ProducerIdentity | None) -> None:
-        """Use a new producer id or epoch, which begins new sequences."""
+        """No transaction is open. Use a new producer id or epoch, which begins new sequences."""
+        self._added.clear()
+        self._begun = False
         if identity is not None:
             self.id, self.epoch = identity
             self._sequences.clear()

@@ -47,6 +47,8 @@ from txbroker.net.timers import Backoff
 POSITIONS_PARTITION = 0
 """The topic has one partition: with more, a position would be where its successor does not look."""
 _REFUSALS = TOPIC_REFUSED | RECORDS_REFUSED
+PAUSE_S = 0.001
+_ABORT_S = 1.0
 _WINDOW = 1000
 """Offsets that are read first for a position, from the end backwards; then eight times as many."""
 
@@ -60,21 +62,18 @@ class WriterTraits(Struct, frozen=True):
         alone: no other process knows the transactional id, so only a timeout fences the writer.
         bytes_max: returns the size of a topic's batches, bytes. A batch that is refused then ends
             the transaction as it is; otherwise smaller ones show which records are at fault.
-        add_s: to add partitions; None, as of the others: `write_timeout_s`.
-        write_s: to write one batch to each partition.
-        end_s: to commit.
-        pause_s, pause_max_s: between attempts. Mostly these wait until the transaction before is
-            completed, which takes some milliseconds.
+        write_s: to add partitions, and to write one batch to each; None: `write_timeout_s`.
+        end_s: to commit; None: `write_timeout_s`.
+        pause_max_s: between attempts. Mostly these wait until the transaction before is completed,
+            which takes some milliseconds.
     """
 
     points: str
     take: bool = False
     alone: bool = False
     bytes_max: Callable[[str], int] | None = None
-    add_s: float | None = None
     write_s: float | None = None
     end_s: float | None = None
-    pause_s: float = 0.002
     pause_max_s: float = 0.25
 
 
@@ -99,13 +98,12 @@ class TransactionalWriter(Writer):
         self._transactional_id = transactional_id
         self._channel = channel
         self._traits = traits
-        self._position = position
+        topic, key = ("", "") if position is None else position
+        self._at: Partition = (topic, POSITIONS_PARTITION)
+        self._key = key.encode()
         self.producer = Producer(client, channel, transactional_id)
-        """The newest one."""
         self.claimed = False
         """The writer may be used."""
-        self.unsettled = False
-        """A transaction may be open, or be completed: claim."""
         self._pending: Sequence[Copy] = ()
         """Written with the next call: in one request with the position, if that follows."""
         self._claimed_by = -1
@@ -124,7 +122,7 @@ class TransactionalWriter(Writer):
     async def look(self) -> bytes | None:
         """See `Writer.look`."""
         with self._explained("look"):
-            known = await self._new_producer().known_id(self._claim_backoff())
+            known = await self.producer.known_id(self._backoff(self._settings.claim_timeout_s))
         found = (await self._scan({known})).position(take=self._traits.take)
         return found.value if found is not None else None
 
@@ -138,73 +136,49 @@ class TransactionalWriter(Writer):
         Args:
             backoff: None: for `claim_timeout_s`.
         """
-        self.claimed, self.unsettled = False, True
-        self._claimed_by = -1
+        self.claimed, self._claimed_by = False, -1
         self._drop()
-        self.producer = producer = self._new_producer()
-        backoff = backoff or self._claim_backoff()
-        if self._position is None:
-            with self._explained("claim"):
-                await producer.start(backoff)
-            self._keep()
-            return None
+        producer, found = self.producer, None
+        backoff = backoff or self._backoff(self._settings.claim_timeout_s)
         with self._explained("claim"):
-            before = await producer.known_id(backoff)
+            before = await producer.known_id(backoff) if self._key else -1
             await producer.start(backoff)
-            failpoint("relay.fenced")
-            self._begun_s = time.monotonic()
-            stored = await self._write_claim(producer, backoff, [self._claim_record(after=False)])
-        scan = await self._scan({before, producer.id}, stored, backoff)
-        try:
-            found = scan.position(take=self._traits.take)
-        except ConfigurationError:
-            with contextlib.suppress(KafkaUnavailable, ProducerFenced):
-                await producer.abort(backoff)
-            raise
-        with self._explained("claim"):
-            if found is not None:
-                records = [self._claim_record(after=True)]
-                if scan.is_overwritten(found, producer.id):
-                    records.append(Record(found.key, found.value))
-                await self._write_claim(producer, backoff, records)
-                self._claimed_by = producer.id
-            await producer.end(commit=True, backoff=backoff)
+            if self._key:
+                found = await self._claim_position({before, producer.id}, backoff)
         self._drop()
-        failpoint("relay.claimed")
-        self._keep()
+        self.claimed = True
         return found.value if found is not None else None
 
-    async def _write_claim(
-        self, producer: Producer, backoff: Backoff, records: Sequence[Record]
-    ) -> int:
+    async def _claim_position(self, producers: set[int], backoff: Backoff) -> Record | None:
+        producer = self.producer
+        failpoint("relay.fenced")
+        self._begun_s = time.monotonic()
+        stored = await self._write_claim([claim_record(self._key, position=False)], backoff)
+        scan = await self._scan(producers, stored, backoff)
+        found = scan.position(take=self._traits.take)
+        if found is not None:
+            records = [claim_record(self._key, position=True)]
+            if scan.is_overwritten(found, producer.id):
+                records.append(Record(found.key, found.value))
+            await self._write_claim(records, backoff)
+            self._claimed_by = producer.id
+        await producer.end(commit=True, backoff=backoff)
+        failpoint("relay.claimed")
+        return found
+
+    async def _write_claim(self, records: Sequence[Record], backoff: Backoff) -> int:
         """Write records of the position; return the first offset."""
-        at = self._positions_at
+        producer, at = self.producer, self._at
         try:
             await producer.add([at], backoff)
             return (await producer.produce({at: batch_body(records)}, backoff))[at].base_offset
         except BatchRefused as error:
             if error.code not in _REFUSALS:
-                raise Unknown(str(error)) from None
+                raise
             raise ConfigurationError(
                 f"{error}: a relay keeps its position there: create the topic, or grant this login "
                 "Read and Write on it"
             ) from None
-
-    @property
-    def _own(self) -> PositionRecord:
-        assert self._position is not None, "this writer has no position"
-        return self._position
-
-    @property
-    def _positions_at(self) -> Partition:
-        return self._own.topic, POSITIONS_PARTITION
-
-    def _claim_record(self, *, after: bool) -> Record:
-        """Return the record of a claim; `after`: a position is stored with it, or before it."""
-        return claim_record(self._own.key.encode(), position=after)
-
-    def _new_producer(self) -> Producer:
-        return Producer(self._client, self._channel, self._transactional_id)
 
     async def _scan(
         self, producers: set[int], end: int | None = None, backoff: Backoff | None = None
@@ -216,10 +190,9 @@ class TransactionalWriter(Writer):
             end: the offset at which it begins; None: the last stable offset.
             backoff: pauses while an open transaction hides records.
         """
-        at, key = self._positions_at, self._own.key.encode()
         channel = f"{self._channel}/position"
-        reader = Reader(self._client, *at, channel, append_time=False, producers=True)
-        scan = PositionScan(self._transactional_id, at[0], key, producers - {-1})
+        reader = Reader(self._client, *self._at, channel, append_time=False, producers=True)
+        scan = PositionScan(self._transactional_id, self._at[0], self._key, producers - {-1})
         high = await reader.stable_end() if end is None else end
         begin, size = await reader.start(), _WINDOW
         while high > begin:
@@ -229,7 +202,7 @@ class TransactionalWriter(Writer):
                     record
                     async for records in reader.read(low, high)
                     for record in records
-                    if record.key is not None and record.key.startswith(key)
+                    if record.key is not None and record.key.startswith(self._key)
                 ]
             except KafkaUnavailable:
                 if backoff is None or not await backoff.pause():
@@ -244,37 +217,44 @@ class TransactionalWriter(Writer):
 
     async def write(self, copies: Sequence[Copy]) -> None:
         """See `Writer.write`."""
+        self._check_claimed()
         if self._pending:
             await self.send(self._pending)
         self._pending = copies
 
     async def abort(self) -> None:
         """See `Writer.abort`."""
-        if self._sent:
+        if not self.claimed:
+            await self.give_up()
+        elif self._sent:
             with self._using("abort") as producer:
                 await producer.abort(self._backoff())
         self._drop()
 
     async def commit(
-        self, position: bytes | None = None, offsets: Sequence[GroupOffsets] = ()
+        self,
+        position: bytes | None = None,
+        offsets: Sequence[GroupOffsets] = (),
+        backoff: Backoff | None = None,
     ) -> None:
-        """See `Writer.commit`."""
+        """See `Writer.commit`; `backoff`: of the end, in place of that of the traits."""
         if not self._sent:
             with self._using("commit") as producer:
                 await producer.replace_exhausted(self._backoff())
         records, claiming = [], self.producer.id
         if position is not None:
-            records.append(Record(self._own.key.encode(), position))
+            records.append(Record(self._key, position))
             if claiming != self._claimed_by:
-                records.insert(0, self._claim_record(after=True))
+                records.insert(0, claim_record(self._key, position=True))
         if records or self._pending:
-            places = [Copy(*self._positions_at, record) for record in records]
-            await self._send([*self._pending, *places], len(self._pending))
+            own = [Copy(*self._at, record) for record in records]
+            await self.send([*self._pending, *own], own=len(own))
         written_by = self.producer.id
         with self._using("commit") as producer:
             await self._store(producer, offsets)
             failpoint(f"{self._traits.points}.ending")
-            await producer.end(commit=True, backoff=self._backoff(self._traits.end_s))
+            backoff = backoff or self._backoff(self._traits.end_s)
+            await producer.end(commit=True, backoff=backoff)
         self._drop()
         self._single.clear()
         failpoint(f"{self._traits.points}.ended")
@@ -295,22 +275,26 @@ class TransactionalWriter(Writer):
                 # If this fails, the next claim aborts it.
                 with contextlib.suppress(KafkaUnavailable, ProducerFenced):
                     await producer.abort(backoff)
-                    self._keep()
+                    self.claimed = True
                 raise
 
-    async def send(self, copies: Sequence[Copy]) -> list[int]:
-        """Write records at once, see `write`; return their offsets, -1 where one is unknown."""
-        return await self._send(copies, len(copies))
+    async def send(
+        self, copies: Sequence[Copy], backoff: Backoff | None = None, own: int = 0
+    ) -> list[int]:
+        """Write records at once, see `write`; return their offsets, -1 where one is unknown.
 
-    async def _send(self, copies: Sequence[Copy], passed: int) -> list[int]:
-        """Write records, of which the first `passed` ones are not the writer's own."""
+        Args:
+            backoff: in place of those of the traits.
+            own: the number of the last records that are the writer's.
+        """
+        passed = len(copies) - own
         limits = (
             {**self._limits, **dict.fromkeys(self._single, 1)} if self._single else self._limits
         )
         batches = Batches(limits, self._traits.bytes_max or default_bytes)
         while True:
             offsets = [-1] * len(copies)
-            refused = await self._try(batches.rounds(copies), offsets)
+            refused = await self._try(batches.rounds(copies), offsets, backoff)
             if refused is None:
                 self._pending, self._sent = (), self._sent + passed
                 return offsets
@@ -326,7 +310,10 @@ class TransactionalWriter(Writer):
                 raise Unknown(f"{refused.why}: the transaction begins again, in smaller batches")
 
     async def _try(
-        self, rounds: Sequence[Mapping[Partition, Batch]], offsets: list[int]
+        self,
+        rounds: Sequence[Mapping[Partition, Batch]],
+        offsets: list[int],
+        backoff: Backoff | None,
     ) -> RefusedBatch | None:
         """Write batches, at most one to a partition in each round; or abort the transaction and
         return a batch that was refused.
@@ -337,14 +324,14 @@ class TransactionalWriter(Writer):
         traits, batches = self._traits, rounds[0]
         self._begun_s = self._begun_s or time.monotonic()
         with self._using("write") as producer:
-            backoff = self._backoff(traits.add_s)
+            within = backoff or self._backoff(traits.write_s)
             try:
-                await producer.add(list(batches), backoff)
+                await producer.add(list(batches), within)
                 failpoint(f"{traits.points}.begun")
                 for batches in rounds:
-                    backoff = self._backoff(traits.write_s)
+                    within = backoff or self._backoff(traits.write_s)
                     bodies = {at: one.body for at, one in batches.items()}
-                    for at, where in (await producer.produce(bodies, backoff)).items():
+                    for at, where in (await producer.produce(bodies, within)).items():
                         if where.base_offset >= 0:
                             for offset, index in enumerate(batches[at].indexes, where.base_offset):
                                 offsets[index] = offset
@@ -352,23 +339,21 @@ class TransactionalWriter(Writer):
             except BatchRefused as error:
                 whole = traits.bytes_max is not None
                 if error.code in PRODUCER_LOST or (not whole and error.code not in _REFUSALS):
-                    why = f"{self._transactional_id} cannot write: {error}"
-                    lasting = error.code not in RETRIABLE | TRANSACTION_BROKEN
-                    raise Unknown(why, lasting=lasting) from None
+                    raise
                 refused = RefusedBatch(batches[error.partition], error)
                 if whole:
                     raise Refused(refused.batch.indexes, cause_of(error)) from None
-                await producer.abort(backoff)
+                await producer.abort(within)
                 self._begun_s = 0.0
                 return refused
         return None
 
-    async def give_up(self, within_s: float) -> None:
+    async def give_up(self) -> None:
         """Abort what may be open, so that readers do not wait for the next claim, which is needed
-        in any case."""
-        self.claimed, backoff = False, self._backoff(within_s)
+        in any case. It fences no later producer."""
+        self.claimed, backoff = False, self._backoff(_ABORT_S)
         with contextlib.suppress(ProducerFenced, KafkaUnavailable, TimeoutError):
-            await asyncio.wait_for(self.producer.end(commit=False, backoff=backoff), within_s)
+            await asyncio.wait_for(self.producer.end(commit=False, backoff=backoff), _ABORT_S)
 
     # --- the producer ------------------------------------------------------------------------
 
@@ -376,15 +361,20 @@ class TransactionalWriter(Writer):
     def _using(self, what: str) -> Iterator[Producer]:
         """Yield the producer, which may be used again after success alone: otherwise the
         transaction may be open."""
-        if not self.claimed:
-            raise Unknown(f"{self._transactional_id} is not claimed")
-        self.claimed, self.unsettled = False, True
+        self._check_claimed()
+        self.claimed = False
         with self._explained(what):
             yield self.producer
-        self._keep()
+        self.claimed = True
 
-    def _keep(self) -> None:
-        self.claimed, self.unsettled = True, False
+    def _check_claimed(self) -> None:
+        if not self.claimed:
+            raise Unknown(f"{self._transactional_id} is not claimed")
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a transaction may be open, or be completed: claim."""
+        return not self.claimed and self.producer.id >= 0
 
     def _drop(self) -> None:
         """Forget the records of the transaction."""
@@ -403,9 +393,13 @@ class TransactionalWriter(Writer):
                     "was paused, another transaction hid the position, or this one has too many "
                     "rows: divide it"
                 ) from None
-            if self._traits.alone:
+            now_s = asyncio.get_running_loop().time()
+            if self._traits.alone or now_s < self.producer.late_until_s:
                 raise Unknown(f"{id}: {what} unknown: Kafka has ended the transaction") from None
             raise Fenced(f"another process has claimed {id}: this one stops") from None
+        except BatchRefused as error:
+            lasting = error.code not in RETRIABLE | TRANSACTION_BROKEN
+            raise Unknown(f"{id} cannot write: {error}", lasting=lasting) from None
         except BatchUnknown as error:
             topic, number = error.partition
             why = f"its leader does not answer: {error}"
@@ -416,12 +410,9 @@ class TransactionalWriter(Writer):
         except KafkaUnavailable as error:
             raise Unknown(str(error), lasting=error.lasting) from None
 
-    def _claim_backoff(self) -> Backoff:
-        return Backoff(self._settings.claim_timeout_s, self._settings.retry_backoff_s)
-
     def _backoff(self, seconds: float | None = None) -> Backoff:
         seconds = self._settings.write_timeout_s if seconds is None else seconds
-        return Backoff(seconds, self._traits.pause_s, self._traits.pause_max_s)
+        return Backoff(seconds, PAUSE_S, self._traits.pause_max_s)
 
 
 def group_writer(client: Client, group: str) -> TransactionalWriter:

@@ -152,7 +152,11 @@ class KafkaConsumingDoor(ConsumingDoor):
         writer = group_writer(self._client, group)
         await writer.claim()
         await writer.write(copies)
-        await writer.commit()
+        try:
+            await writer.commit()
+        except BaseException:
+            await writer.abort()  # readers of the topics wait for it
+            raise
 
     def writer(
         self, transactional_id: str, position: PositionRecord, *, take: bool = False

@@ -18,7 +18,6 @@ from txbroker.kafka.client.client import Client, KafkaRefused
 from txbroker.kafka.client.groups import ask_group, error_codes, store_offsets, stored_offsets
 from txbroker.kafka.client.transaction import group_writer
 from txbroker.kafka.protocol.codes import Code, describe
-from txbroker.kafka.protocol.encoder import Request
 from txbroker.kafka.protocol.schemas import OffsetCommitV7, OffsetFetchV7
 from txbroker.kafka.protocol.transactions import by_topic
 from txbroker.net.timers import Backoff
@@ -88,23 +87,25 @@ class CommittedOffsets:
         """
         stored = GroupOffsets(self._group, offsets, self._identity)
         if not (copies or self._exact):
-            await store_offsets(self._client, stored, _offset_commit, self._backoff())
+            await store_offsets(self._client, stored, OffsetCommitV7, self._backoff())
             return
-        async with self._turn:
-            if not self._writer.claimed:
-                await self._writer.claim()
-            await self._writer.write(copies)
-            await self._writer.commit(offsets=[stored])
+        try:
+            async with self._turn:
+                if not self._writer.claimed:
+                    await self._writer.claim()
+                await self._writer.write(copies)
+                await self._writer.commit(offsets=[stored])
+        except asyncio.CancelledError:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """End a transaction whose result is unknown: the next owner waits for its offsets.
 
         Otherwise it ends when it times out.
         """
-        if self._writer.unsettled:
-            with contextlib.suppress(KafkaUnavailable, TimeoutError):
-                async with asyncio.timeout(_CLOSE_S):
-                    await self._settle()
+        with contextlib.suppress(KafkaUnavailable, TimeoutError):
+            await asyncio.wait_for(self._settle(), _CLOSE_S)
 
     async def _settle(self) -> None:
         """End the transaction whose result is unknown."""
@@ -114,7 +115,3 @@ class CommittedOffsets:
 
     def _backoff(self) -> Backoff:
         return Backoff(self._settings.write_timeout_s, self._settings.retry_backoff_s)
-
-
-def _offset_commit(group: str, *fields: object) -> Request:
-    return OffsetCommitV7(group, *fields)

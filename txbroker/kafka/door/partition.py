@@ -19,6 +19,7 @@ from txbroker.door.protocols import (
     LogTruncated,
     PartitionDoor,
     PromotionTxn,
+    PromotionTxnHandle,
 )
 from txbroker.door.writing import Copy, Fenced, Refused, Unknown
 from txbroker.errors import KafkaUnavailable
@@ -30,7 +31,6 @@ from txbroker.kafka.client.transaction import TransactionalWriter
 from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.door.open_transactions import HANGING, OpenTransactionGuard
 from txbroker.kafka.door.pipelined_writer import (
-    KafkaPromotionTxn,
     PipelinedTxnWriter,
     promotion_writers,
 )
@@ -104,7 +104,6 @@ class KafkaPartitionDoor(PartitionDoor):
         self._parked = self._parked_reader("parked")
         self._parked_picker = Picker(self._parked_reader)
         self._writer: PipelinedTxnWriter | None = None
-        self._guard: OpenTransactionGuard | None = None
 
     def _log(self, topic: str, name: str, shared: SharedWrites | None = None) -> KafkaLog:
         channel, bytes_max = self._channel + name, self._bytes_max(topic)
@@ -148,14 +147,13 @@ class KafkaPartitionDoor(PartitionDoor):
             guard = OpenTransactionGuard(self._client, f"{self._channel}guard", producers)
             await self._verify_own_topics(guard, backoff)
             claim = structs.replace(claim, producers=tuple(one.id for one in producers))
-            offset = await self._write_claim(writers[0], claim)
+            offset = await self._write_claim(writers[0], claim, backoff)
         except Fenced:
             raise Fenced("another owner claimed at the same time") from None
         await self._wait_until_visible(offset)
         failpoint("claim.seen")
         claimed = await self._read_progress(claim)
         failpoint("claim.read")
-        self._guard = guard
         self._writer = PipelinedTxnWriter(
             self._settings, self.partition, writers, guard, self._stable
         )
@@ -177,10 +175,12 @@ class KafkaPartitionDoor(PartitionDoor):
             if not await backoff.pause():
                 raise KafkaUnavailable(causes[0].message)
 
-    async def _write_claim(self, writer: TransactionalWriter, claim: Claim) -> int:
-        (offset,) = await writer.send([Copy(*self._checkpoint_at, encode_claim(claim))])
+    async def _write_claim(
+        self, writer: TransactionalWriter, claim: Claim, backoff: Backoff
+    ) -> int:
+        (offset,) = await writer.send([Copy(*self._checkpoint_at, encode_claim(claim))], backoff)
         failpoint("claim.produced")
-        await writer.commit()
+        await writer.commit(backoff=backoff)
         failpoint("claim.committed")
         return offset
 
@@ -227,7 +227,7 @@ class KafkaPartitionDoor(PartitionDoor):
     def unverified(self, places: Collection[Partition]) -> Sequence[Partition]:
         """Return the target partitions that may hold an open transaction of an earlier claim; all
         of them before `claim`."""
-        return list(places) if self._guard is None else self._guard.unverified(places)
+        return list(places) if self._writer is None else self._writer.guard.unverified(places)
 
     async def verify_no_open_txn(self, places: Collection[Partition]) -> Sequence[Cause]:
         """Verify that no earlier transaction is open in target partitions.
@@ -235,14 +235,14 @@ class KafkaPartitionDoor(PartitionDoor):
         Returns:
             Why some must not be written now. An unanswered request is a passing cause, no error.
         """
-        if self._guard is None:
+        if self._writer is None:
             return [
                 Cause("no_answer", f"partition {self.partition} is not claimed", *place, True)
                 for place in places
             ]
-        return await self._guard.verify_no_open_txn(places)
+        return await self._writer.guard.verify_no_open_txn(places)
 
-    async def write(self, txn: PromotionTxn) -> KafkaPromotionTxn:
+    async def write(self, txn: PromotionTxn) -> PromotionTxnHandle:
         """Write a promotion transaction; see `PipelinedTxnWriter.write`."""
         if self._writer is None:
             raise Unknown(f"partition {self.partition} is not claimed")
@@ -271,6 +271,5 @@ class KafkaPartitionDoor(PartitionDoor):
 
     async def _retire(self) -> None:
         writer, self._writer = self._writer, None
-        self._guard = None
         if writer is not None:
             await writer.close()

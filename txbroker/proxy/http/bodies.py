@@ -7,9 +7,9 @@ cannot differ. Only messages are decoded by `txbroker.contract.json`.
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
-from txbroker.contract.groups import AnswerBody
+from txbroker.contract.groups import AnswerBody, ErrorFields
 from txbroker.contract.json import TARGET_PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.contract.policy import (
     ATTEMPTS_MAX,
@@ -24,9 +24,8 @@ from txbroker.contract.service import (
     LIST_LIMIT_MAX,
     SECONDS_MAX,
     TEXT_MAX,
-    TransactionView,
 )
-from txbroker.core.records import Decision, State
+from txbroker.core.records import State
 
 SEARCHED_BYTES_MAX = 4096
 """The longest key or header that can be searched for."""
@@ -314,43 +313,6 @@ class NoQuery(RequestBody, frozen=True):
 # --- answers ---------------------------------------------------------------------------------
 
 
-class StandingBody(AnswerBody, frozen=True):
-    """The status of a transaction."""
-
-    id: str
-    state: State
-    decision: Decision | None = None
-
-
-class PlacedBody(AnswerBody, frozen=True):
-    """A message of a transaction and, once promoted, its place. Content only on demand."""
-
-    topic: str
-    partition: int
-    offset: int | None = None
-    key: str | UnsetType = UNSET
-    key_base64: str | UnsetType = UNSET
-    value: str | UnsetType | None = UNSET
-    value_base64: str | UnsetType = UNSET
-    headers: list[tuple[str, str | dict[str, str] | None]] | UnsetType = UNSET
-    timestamp_ms: int | UnsetType = UNSET
-
-
-class TransactionBody(TransactionView, frozen=True, kw_only=True, omit_defaults=True):
-    """One transaction. Times are milliseconds since 1970.
-
-    `attempts_known`: absent if true; if false, `round`, `attempts` and `attempts_max` are null.
-    """
-
-    messages: list[PlacedBody]  # type: ignore[assignment]  # flat, its content only on demand
-    round: int | None  # type: ignore[assignment]  # null if unknown
-    attempts: int | None  # type: ignore[assignment]
-    attempts_max: int | None  # type: ignore[assignment]
-    waiting: Annotated[
-        str, Meta(description="Why a due check is not made. Only of a single transaction.")
-    ] = ""
-
-
 class HistoryQuery(RequestBody, frozen=True):
     """What of the last hour."""
 
@@ -373,26 +335,6 @@ class HistoryQuery(RequestBody, frozen=True):
     actions: Annotated[bool, Meta(description="With operators' actions.")] = False
 
 
-class PageBody(AnswerBody, frozen=True):
-    """One page of a list; `next_cursor` is null on the last page."""
-
-    transactions: list[TransactionBody]
-    next_cursor: str | None
-
-
-class SearchBody(PageBody, frozen=True):
-    """One page of a search, often without a match; `next_cursor` is null on the last page.
-
-    `done`: the part of the topics that is read, from 0 to 1. `records`: read for this page.
-    `unread`: more transactions that may match and could not be read. A transaction may be on
-    several pages.
-    """
-
-    done: float
-    records: int
-    unread: int
-
-
 class HealthBody(AnswerBody, frozen=True):
     """The process is alive."""
 
@@ -405,15 +347,6 @@ class ReadyBody(AnswerBody, frozen=True):
     ready: bool
     partitions: dict[str, str]
     problems: list[str]
-
-
-class ErrorFields(AnswerBody, frozen=True):
-    """An error: a code for programs, a message for people, and the object concerned."""
-
-    code: str
-    message: str
-    id: str | None = None
-    path: str | None = None
 
 
 class ErrorBody(AnswerBody, frozen=True):

@@ -23,6 +23,13 @@ from txbroker.contract.service import (
     TransactionView,
     option_values,
 )
+from txbroker.contract.transactions import (
+    PageBody,
+    PlacedBody,
+    SearchBody,
+    StandingBody,
+    TransactionBody,
+)
 from txbroker.core.records import Decision, Message, Source
 from txbroker.core.routing import ALPHABET
 from txbroker.errors import (
@@ -50,15 +57,10 @@ from txbroker.proxy.http.bodies import (
     CommitBody,
     FindQuery,
     ListQuery,
-    PageBody,
-    PlacedBody,
     PrepareBody,
     ReasonBody,
     RollbackBody,
-    SearchBody,
     SearchQuery,
-    StandingBody,
-    TransactionBody,
 )
 from txbroker.proxy.http.context import within_groups
 from txbroker.proxy.http.operations import ApiCall, ApiReply, Operation

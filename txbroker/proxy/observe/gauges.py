@@ -129,15 +129,7 @@ class AuditMetrics:
 
     def overviews(self) -> list[AuditOverview]:
         """Return the newest results for operators."""
-        return [
-            AuditOverview(
-                mode,
-                news.ended_ms,
-                {k: n for k, n in news.drift.items() if n},
-                {one.name: one.severity for one in news.checks if not one.ok},
-            )
-            for mode, news in self._news.items()
-        ]
+        return [news.overview(mode) for mode, news in self._news.items()]
 
     def _gauges(self) -> Gauges:
         drift: dict[str, int] = {}
