@@ -85,7 +85,7 @@ class MetadataV10(Request):
     """Brokers and topics, with topic ids, leader epochs and, if requested, rights (KIP-430)."""
 
     API_KEY, API_VERSION = 3, 10
-    REQUEST = """topics[topic_id:uuid name:str] allow_auto_topic_creation:bool=False
+    REQUEST = """topics[topic_id:uuid name:str] allow_auto_topic_creation:bool
         include_cluster_authorized_operations:bool=False
         include_topic_authorized_operations:bool"""
     RESPONSE = """throttle_time_ms:i32 brokers[node_id:i32 host:str port:i32 rack:str]
@@ -100,7 +100,7 @@ class MetadataV10(Request):
 def metadata(topics: Iterable[str] | None, *, rights: bool = False) -> MetadataV10:
     """Return a request for metadata of topics, None: of all. It creates none of them."""
     entries = None if topics is None else [(_NO_TOPIC_ID, name) for name in topics]
-    return MetadataV10(entries, rights)
+    return MetadataV10(entries, False, rights)
 
 
 class CreateTopicsV3(Request):
