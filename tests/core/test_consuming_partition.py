@@ -1,4 +1,4 @@
-"""`OwnedPartition` against a model, with random events; and the table of its lifecycle."""
+"""`PartitionState` against a model, with random events; and the table of its lifecycle."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from txbroker.core.consuming.lifecycle import RULES, MessageEvent, MessageState
-from txbroker.core.consuming.partition import OwnedPartition
+from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.position import Position, decode_metadata
 from txbroker.core.consuming.progress import PartitionProgress
 from txbroker.core.consuming.queues import Lane, Queues, StopReason
@@ -34,7 +34,7 @@ class Forever:
 
 
 class Message:
-    def __init__(self, record: Record, partition: OwnedPartition) -> None:
+    def __init__(self, record: Record, partition: PartitionState) -> None:
         self.record = record
         self.feed = partition.log
         self.size = 10
@@ -58,7 +58,7 @@ class Model(RuleBasedStateMachine):
         self.queues: Queues[Any] = Queues()
         progress = PartitionProgress()
         progress.begin_at(Position(start))
-        self.partition = OwnedPartition(PLACE, self.queues, Forever(), progress, before=before)
+        self.partition = PartitionState(PLACE, self.queues, Forever(), progress, before=before)
         self.before, self.start, self.end, self.now = before, start, start, 0.0
         self.state: dict[Message, MessageState] = {}
         self.due: dict[Message, float] = {}

@@ -21,7 +21,7 @@ from txbroker.consumer.asides.released import Asides
 from txbroker.consumer.engine.loop import Engine
 from txbroker.consumer.positions import Positions, RecordsDeleted, StartOptions
 from txbroker.consumer.rounds import CommitPolicy, Rounds, Store, StoreTraits
-from txbroker.core.consuming.partition import OwnedPartition
+from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.position import Position
 from txbroker.core.consuming.progress import PartitionProgress
 from txbroker.core.records import Partition, Record
@@ -137,7 +137,7 @@ class PartitionReader:
         self._door = door
         self._options = options
         self._loop = asyncio.get_running_loop()
-        self._partitions: dict[Partition, OwnedPartition] = {}
+        self._partitions: dict[Partition, PartitionState] = {}
         self._target: frozenset[Partition] = frozenset()
         self._news = asyncio.Event()
         self.claimed = asyncio.Event()
@@ -219,7 +219,7 @@ class PartitionReader:
             self._warned_s = self._loop.time()
             log.warning("fetch failed", partition=partition, error=safe_repr(error))
 
-    def _fenced(self, partition: OwnedPartition) -> None:
+    def _fenced(self, partition: PartitionState) -> None:
         """Another consumer has taken a partition over in the store: drop it. If it is still
         assigned to this one, claim it again."""
         if self._partitions.get(partition.place) is partition:
@@ -322,8 +322,8 @@ class PartitionReader:
                 raise
             raise KafkaUnavailable(str(error)) from None
 
-    def _partition(self, place: Partition) -> OwnedPartition:
-        return OwnedPartition(
+    def _partition(self, place: Partition) -> PartitionState:
+        return PartitionState(
             place,
             self._engine.queues,
             self._source,
@@ -332,7 +332,7 @@ class PartitionReader:
             before=self._options.before,
         )
 
-    def _close_asides(self, partitions: Sequence[OwnedPartition]) -> None:
+    def _close_asides(self, partitions: Sequence[PartitionState]) -> None:
         for partition in partitions:
             if self._asides is not None:
                 self._asides.close(partition)
@@ -349,7 +349,7 @@ class PartitionReader:
                     )
                 )
 
-    async def _continue_after_gap(self, partition: OwnedPartition) -> None:
+    async def _continue_after_gap(self, partition: PartitionState) -> None:
         failures = 0
         while self._partitions.get(partition.place) is partition:
             try:
@@ -366,7 +366,7 @@ class PartitionReader:
 
     # --- release -----------------------------------------------------------------------------
 
-    async def _release(self, partitions: Sequence[OwnedPartition], losses: int) -> None:
+    async def _release(self, partitions: Sequence[PartitionState], losses: int) -> None:
         """Finish with revoked partitions, store their positions, then let others have them."""
         await self._drain(partitions)
         failpoint("consumer.drained")
@@ -379,14 +379,14 @@ class PartitionReader:
         self._releasing.difference_update(partition.place for partition in partitions)
         self._news.set()
 
-    async def _flush(self, partitions: Sequence[OwnedPartition]) -> None:
+    async def _flush(self, partitions: Sequence[PartitionState]) -> None:
         """Store the final positions."""
         for partition in partitions:
             if partition.starts.release():
                 self._rounds.changed(partition, 0)
         await self._rounds.flush_finally(partitions, self._options.drain_s)
 
-    async def _give_up(self, partitions: Sequence[OwnedPartition], losses: int) -> None:
+    async def _give_up(self, partitions: Sequence[PartitionState], losses: int) -> None:
         """Let others have partitions, once no round with them is in flight: it would be stored in
         the generation that follows, over the positions of their next owner."""
         async with self._rounds.between_rounds:
@@ -395,7 +395,7 @@ class PartitionReader:
                     self._drop(partition)
                 self._disown([partition.place for partition in partitions])
 
-    async def _drain(self, partitions: Sequence[OwnedPartition]) -> None:
+    async def _drain(self, partitions: Sequence[PartitionState]) -> None:
         """Wait for the messages in flight, for up to `drain_s`; then cancel their handlers."""
         for partition in partitions:
             self._fetcher.remove(partition.place)
@@ -417,18 +417,18 @@ class PartitionReader:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended, _CANCEL_S)
 
-    async def _revoked(self, partitions: Sequence[OwnedPartition]) -> None:
+    async def _revoked(self, partitions: Sequence[PartitionState]) -> None:
         if partitions and self._options.on_revoke is not None:
             await self._call(self._options.on_revoke, partitions)
 
     async def _call(
-        self, hook: Hook, partitions: Sequence[OwnedPartition]
+        self, hook: Hook, partitions: Sequence[PartitionState]
     ) -> Mapping[Partition, int]:
         places = [partition.place for partition in partitions if not partition.log.retries]
         result = hook(places) if places else None
         return (await result if inspect.isawaitable(result) else result) or {}
 
-    def _drop(self, partition: OwnedPartition) -> None:
+    def _drop(self, partition: PartitionState) -> None:
         self._fetcher.remove(partition.place)
         self._engine.partitions.remove(partition)
         self._rounds.forget(partition)

@@ -11,7 +11,7 @@ from msgspec import Struct
 from txbroker.consumer.engine.memory import Memory
 from txbroker.consumer.engine.stops import Outage
 from txbroker.consumer.message import ReceivedMessage, size_of
-from txbroker.core.consuming.partition import OwnedPartition
+from txbroker.core.consuming.partition import PartitionState
 from txbroker.door.writing import Copy, Refused
 
 COPIES_MAX, _BYTES_MAX = 1000, 16 << 20
@@ -31,7 +31,7 @@ class Pending(Struct, eq=False):
         size: of the copies, bytes, approximately; set by `PendingCopies.add`.
     """
 
-    partition: OwnedPartition
+    partition: PartitionState
     message: ReceivedMessage | None
     copies: Sequence[Copy]
     owner: Storing | None = None
@@ -63,7 +63,7 @@ class Commits(Protocol):
 
     outage: Outage
 
-    def changed(self, partition: OwnedPartition, count: int = 1) -> None:
+    def changed(self, partition: PartitionState, count: int = 1) -> None:
         """Take note that messages of a partition are done."""
 
     def store(self, pending: Pending, *, soon: bool = True) -> None:
@@ -72,13 +72,13 @@ class Commits(Protocol):
     def withdraw(self, pending: Pending) -> bool:
         """Store copies no more, unless they may be stored already; return whether they are not."""
 
-    def unavailable(self, partition: OwnedPartition) -> None:
+    def unavailable(self, partition: PartitionState) -> None:
         """Hand out nothing more until positions can be stored again."""
 
-    def fence(self, partition: OwnedPartition) -> None:
+    def fence(self, partition: PartitionState) -> None:
         """Take note that another owner has taken a partition over."""
 
-    async def flush(self, partitions: Collection[OwnedPartition]) -> None:
+    async def flush(self, partitions: Collection[PartitionState]) -> None:
         """Store the positions and copies of partitions now.
 
         Raises:
@@ -104,12 +104,12 @@ class PendingCopies:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._waiting: dict[OwnedPartition, _Waiting] = {}
+        self._waiting: dict[PartitionState, _Waiting] = {}
         self.count = 0
         """The number of all copies."""
 
     @property
-    def partitions(self) -> Collection[OwnedPartition]:
+    def partitions(self) -> Collection[PartitionState]:
         """The partitions that have some."""
         return self._waiting.keys()
 
@@ -119,7 +119,7 @@ class PendingCopies:
         messages = (each.message for waiting in self._waiting.values() for each in waiting.queue)
         return {(one.topic, one.partition, one.offset) for one in messages if one is not None}
 
-    def of(self, partition: OwnedPartition) -> Iterable[Pending]:
+    def of(self, partition: PartitionState) -> Iterable[Pending]:
         """Return those of a partition, in order."""
         waiting = self._waiting.get(partition)
         return () if waiting is None else waiting.queue
@@ -133,11 +133,11 @@ class PendingCopies:
         waiting.queue.append(pending)
         self._count(pending.partition, waiting, len(pending.copies), pending.size)
 
-    def take(self, partitions: Collection[OwnedPartition]) -> dict[OwnedPartition, list[Pending]]:
+    def take(self, partitions: Collection[PartitionState]) -> dict[PartitionState, list[Pending]]:
         """Return the first ones of these partitions, as many as one round stores; partitions take
         turns. They stay here until `remove`."""
         count, size = 0, 0
-        found: dict[OwnedPartition, list[Pending]] = {}
+        found: dict[PartitionState, list[Pending]] = {}
         for partition in [each for each in self._waiting if each in partitions]:
             mine: list[Pending] = []
             for each in self._waiting[partition].queue:
@@ -154,7 +154,7 @@ class PendingCopies:
             self._waiting[partition] = self._waiting.pop(partition)
         return found
 
-    def remove(self, partition: OwnedPartition, pendings: Collection[Pending]) -> None:
+    def remove(self, partition: PartitionState, pendings: Collection[Pending]) -> None:
         """Remove some of a partition."""
         waiting = self._waiting.get(partition)
         if waiting is None:
@@ -180,7 +180,7 @@ class PendingCopies:
         self._count(pending.partition, waiting, more, size - pending.size)
         pending.copies, pending.size, pending.replaced = copies, size, True
 
-    def drop(self, partition: OwnedPartition) -> list[Pending]:
+    def drop(self, partition: PartitionState) -> list[Pending]:
         """Remove all of a partition; return them."""
         waiting = self._waiting.pop(partition, None)
         if waiting is None:
@@ -188,7 +188,7 @@ class PendingCopies:
         self._count(partition, waiting, -waiting.count, -waiting.bytes)
         return list(waiting.queue)
 
-    def _count(self, partition: OwnedPartition, waiting: _Waiting, copies: int, size: int) -> None:
+    def _count(self, partition: PartitionState, waiting: _Waiting, copies: int, size: int) -> None:
         self.count += copies
         waiting.count += copies
         waiting.bytes += size

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import structlog
 from msgspec import Struct
 
-from txbroker.core.consuming.partition import OwnedPartition
+from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.position import (
     ForeignMetadata,
     Metadata,
@@ -64,7 +64,7 @@ class Positions:
 
     async def restore(
         self,
-        partitions: Sequence[OwnedPartition],
+        partitions: Sequence[PartitionState],
         stored: Mapping[Partition, StoredOffset],
         identities: Mapping[str, TopicIdentity],
     ) -> None:
@@ -98,14 +98,14 @@ class Positions:
                 partition.progress.begin_at(Position(self._options.offsets.get(place, begin)))
 
     def _begins_at_time(
-        self, partition: OwnedPartition, stored: Mapping[Partition, StoredOffset]
+        self, partition: PartitionState, stored: Mapping[Partition, StoredOffset]
     ) -> bool:
         topic, number = partition.place
         new = number >= self._options.first_counts.get(topic, 0)
         given = _has_position(stored, partition.place) or partition.place in self._options.offsets
         return not (given or new or partition.log.retries)
 
-    def _check_gap(self, partition: OwnedPartition, begin: int, known_topic_id: str) -> None:
+    def _check_gap(self, partition: PartitionState, begin: int, known_topic_id: str) -> None:
         low, name = partition.progress.position.low, f"{partition.place[0]}-{partition.place[1]}"
         if known_topic_id not in ("", partition.topic_id):
             self._go_on_in_another(partition, name, low, begin)
@@ -122,7 +122,7 @@ class Positions:
             ahead = [offset for offset in progress.ahead if offset >= begin]
             progress.begin_at(Position(begin, progress.position.ranges_from(begin)), ahead)
 
-    def _go_on_in_another(self, partition: OwnedPartition, name: str, low: int, begin: int) -> None:
+    def _go_on_in_another(self, partition: PartitionState, name: str, low: int, begin: int) -> None:
         """Continue in a topic with another id than the stored one, at the stored offset or at its
         beginning. The done ranges are of the other topic."""
         why = f"{name}: the stored position {low} is of a topic with another id"
@@ -141,7 +141,7 @@ class Positions:
             )
         partition.progress.begin_at(Position(low))
 
-    def _skip(self, partition: OwnedPartition, begin: int, why: str) -> None:
+    def _skip(self, partition: PartitionState, begin: int, why: str) -> None:
         """Raise RecordsDeleted, or count a gap before offset `begin`."""
         if self._options.on_gap == "stop":
             raise RecordsDeleted(
@@ -151,7 +151,7 @@ class Positions:
         log.error("gap skipped", why=why, continues_at=begin)
         self._counts["gap"] += max(1, begin - partition.progress.position.next_offset)
 
-    async def begin_after_gap(self, partition: OwnedPartition) -> int:
+    async def begin_after_gap(self, partition: PartitionState) -> int:
         """Return the offset after records that were deleted while the consumer runs.
 
         Raises:
@@ -184,7 +184,7 @@ def _has_position(stored: Mapping[Partition, StoredOffset], place: Partition) ->
 
 
 def _take_over(
-    partition: OwnedPartition, stored: StoredOffset | None, identity: TopicIdentity | None
+    partition: PartitionState, stored: StoredOffset | None, identity: TopicIdentity | None
 ) -> str:
     """Set a partition's token and stored position; return the topic id of that."""
     metadata = _metadata(partition.place, stored)

@@ -17,7 +17,7 @@ from txbroker.consumer.engine.loop import Engine
 from txbroker.consumer.engine.stops import Outage
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.pending import Pending, PendingCopies
-from txbroker.core.consuming.partition import OwnedPartition
+from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.position import METADATA_LENGTH_MAX, StoredOffset
 from txbroker.core.records import Partition
 from txbroker.door.writing import Copy, Fenced, Refused
@@ -98,9 +98,9 @@ class _Round(Struct, eq=False):
     """
 
     offsets: dict[Partition, StoredOffset]
-    pending: dict[OwnedPartition, list[Pending]]
-    admitted: dict[OwnedPartition, list[ReceivedMessage]]
-    partitions: list[OwnedPartition]
+    pending: dict[PartitionState, list[Pending]]
+    admitted: dict[PartitionState, list[ReceivedMessage]]
+    partitions: list[PartitionState]
 
 
 class _Due:
@@ -140,7 +140,7 @@ class Rounds:
         engine: Engine,
         store: Store,
         policy: CommitPolicy,
-        fenced: Callable[[OwnedPartition], None],
+        fenced: Callable[[PartitionState], None],
         *,
         traits: StoreTraits,
     ) -> None:
@@ -149,11 +149,11 @@ class Rounds:
         self._policy = policy
         self._traits = traits
         self._fenced = fenced
-        self._dirty: dict[OwnedPartition, None] = {}
+        self._dirty: dict[PartitionState, None] = {}
         self.copies = PendingCopies(engine.partitions.memory)
         self._soon = False
         """Some of the copies are to be stored at once."""
-        self._full: set[OwnedPartition] = set()
+        self._full: set[PartitionState] = set()
         """Partitions whose outputs wait, because their position is full."""
         self._unknown: _Round | None = None
         """A round with copies whose result is not known."""
@@ -181,7 +181,7 @@ class Rounds:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    def changed(self, partition: OwnedPartition, count: int = 1) -> None:
+    def changed(self, partition: PartitionState, count: int = 1) -> None:
         """Take note that messages of a partition are done or, at most once, have arrived."""
         if not partition.dirty:
             partition.dirty = True
@@ -217,14 +217,14 @@ class Rounds:
         self.copies.remove(partition, [pending])
         return True
 
-    def unavailable(self, partition: OwnedPartition) -> None:
+    def unavailable(self, partition: PartitionState) -> None:
         """Hand out nothing more until a round has succeeded."""
         if not self.outage.failures and partition in self._engine.partitions:
             self.outage.note()
             self.changed(partition, 0)
             self._due.now.set()
 
-    def forget(self, partition: OwnedPartition) -> None:
+    def forget(self, partition: PartitionState) -> None:
         """Store nothing more of a partition."""
         partition.dirty = False
         self._dirty.pop(partition, None)
@@ -235,11 +235,11 @@ class Rounds:
             if each.owner is not None:
                 each.owner.dropped(each)
 
-    def fence(self, partition: OwnedPartition) -> None:
+    def fence(self, partition: PartitionState) -> None:
         """See `Commits.fence`."""
         self._fenced(partition)
 
-    async def flush(self, partitions: Collection[OwnedPartition]) -> None:
+    async def flush(self, partitions: Collection[PartitionState]) -> None:
         """Store the positions and copies of partitions now.
 
         Raises:
@@ -251,7 +251,7 @@ class Rounds:
                     return
             await self._round()
 
-    async def flush_finally(self, partitions: Collection[OwnedPartition], within_s: float) -> None:
+    async def flush_finally(self, partitions: Collection[PartitionState], within_s: float) -> None:
         """Store the final positions of partitions, with retries. At most once: without messages
         that count as done and were not handed out.
 
@@ -265,7 +265,7 @@ class Rounds:
                 self.changed(partition, 0)
             await self._flush_within(withdrawn, within_s)
 
-    async def _flush_within(self, partitions: Collection[OwnedPartition], within_s: float) -> None:
+    async def _flush_within(self, partitions: Collection[PartitionState], within_s: float) -> None:
         until_s = self._loop.time() + max(_FLUSH_MIN_S, within_s)
         while True:
             left_s = until_s - self._loop.time()
@@ -428,7 +428,7 @@ class Rounds:
         self._due.count = 0 if waits else left
         return round_
 
-    def _to_admit(self, partition: OwnedPartition) -> list[ReceivedMessage]:
+    def _to_admit(self, partition: PartitionState) -> list[ReceivedMessage]:
         """Return the messages to count as done before they are handled."""
         if self._engine.stopping:
             return []
@@ -448,7 +448,7 @@ class Rounds:
         Args:
             pendings: of the round, in the order of its copies.
         """
-        refused, gone, end = set(error.indexes), set[OwnedPartition](), 0
+        refused, gone, end = set(error.indexes), set[PartitionState](), 0
         for each in pendings:
             partition, begin, end = each.partition, end, end + len(each.copies)
             mine = [index - begin for index in range(begin, end) if index in refused]
@@ -465,7 +465,7 @@ class Rounds:
             else:
                 self.copies.remove(partition, [each])
 
-    def _give_back(self, partition: OwnedPartition, why: str) -> None:
+    def _give_back(self, partition: PartitionState, why: str) -> None:
         """Let the messages of a partition be handled again later, and store copies of no message
         later."""
         messages = []
@@ -504,13 +504,13 @@ class Rounds:
 
 
 def _position(
-    partition: OwnedPartition, pendings: Sequence[Pending], done: Sequence[int], *, distinct: bool
+    partition: PartitionState, pendings: Sequence[Pending], done: Sequence[int], *, distinct: bool
 ) -> StoredOffset:
     """Return the position to store with copies.
 
     Args:
         done: offsets that are done, too.
-        distinct: see `OwnedPartition.stored`.
+        distinct: see `PartitionState.stored`.
     """
     done_too: list[int] = [*done]
     ahead_too: list[int] = []

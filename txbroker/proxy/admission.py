@@ -442,7 +442,10 @@ def _check_message(message: Message, number: int) -> None:
 
 def _check_range(name: str, value: float, least: float, most: float, place: str = "") -> None:
     if not least <= value <= most:
-        raise BadRequest(f"{name} must be from {least} to {most}", path=place + name)
+        unit = " seconds" if name.endswith("_s") else ""
+        raise BadRequest(
+            f"{name} must be from {least:.13g} to {most:.13g}{unit}", path=place + name
+        )
 
 
 def check_id(id: str) -> None:

@@ -24,7 +24,7 @@ from txbroker.consumer.rounds import CommitPolicy, Rounds, StoreTraits
 from txbroker.consumer.stores.connections import Connections
 from txbroker.core.consuming.copies import Failed, GroupTopics, MessageSource, make_copy
 from txbroker.core.consuming.failure import make_policy
-from txbroker.core.consuming.partition import OwnedPartition
+from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.position import Position, StoredOffset
 from txbroker.core.consuming.progress import PartitionProgress
 from txbroker.core.consuming.queues import Order
@@ -89,16 +89,16 @@ class NoFlow:
     def resume(self, partition: Partition) -> None: ...
 
 
-def committing(store: UnclearStore) -> tuple[Rounds, OwnedPartition]:
+def committing(store: UnclearStore) -> tuple[Rounds, PartitionState]:
     policy = make_policy(Order.KEY, "aside", 3, None, drop=False)
     engine = Engine(Order.KEY, policy, GroupTopics.of("txbroker", GROUP), 1 << 20)
     rounds = Rounds(engine, store, CommitPolicy(), lambda _lost: None, traits=StoreTraits())
-    partition = OwnedPartition(PLACE, engine.queues, FOREVER, PartitionProgress())
+    partition = PartitionState(PLACE, engine.queues, FOREVER, PartitionProgress())
     engine.partitions.add(partition, rounds, NoFlow())
     return rounds, partition
 
 
-async def flushed(rounds: Rounds, partition: OwnedPartition) -> None:
+async def flushed(rounds: Rounds, partition: PartitionState) -> None:
     while True:
         try:
             return await rounds.flush([partition])
@@ -132,7 +132,7 @@ async def test_retried_message_keeps_its_first_stage() -> None:
     """Its output is stored; after a crash only the later stages follow."""
     policy = make_policy(Order.NONE, "retry", 3, None, drop=False)
     engine = Engine(Order.NONE, policy, GroupTopics.of("txbroker", GROUP), 1 << 20)
-    partition = OwnedPartition(
+    partition = PartitionState(
         ("retry", 0), engine.queues, FOREVER, PartitionProgress(), retries=True
     )
     partition.progress.begin_at(Position(0), {7})

@@ -17,7 +17,7 @@ from txbroker.consumer.engine.loop import Engine
 from txbroker.consumer.message import ReceivedMessage, messages_of
 from txbroker.core.consuming.copies import Failed, is_original
 from txbroker.core.consuming.lifecycle import MessageState
-from txbroker.core.consuming.partition import Feed, OwnedPartition
+from txbroker.core.consuming.partition import Feed, PartitionState
 from txbroker.core.consuming.queues import StopReason
 from txbroker.core.records import Partition, Record
 from txbroker.door.writing import Copy
@@ -76,7 +76,7 @@ class KeyFeed(Feed):
         gave_up: one of them failed again.
     """
 
-    def __init__(self, partition: OwnedPartition, key: bytes | int, copies: KeptCopies) -> None:
+    def __init__(self, partition: PartitionState, key: bytes | int, copies: KeptCopies) -> None:
         super().__init__(partition)
         self._key = key
         self._copies = copies
@@ -130,13 +130,13 @@ class KeyFeed(Feed):
 class Asides(Protocol):
     """The set-aside keys of a reader's partitions."""
 
-    async def open(self, partitions: Sequence[OwnedPartition]) -> None:
+    async def open(self, partitions: Sequence[PartitionState]) -> None:
         """Learn the set-aside keys of partitions, and follow them until `close`."""
 
-    def begin(self, partition: OwnedPartition) -> None:
+    def begin(self, partition: PartitionState) -> None:
         """Handle the released keys of a partition that the engine has now."""
 
-    def close(self, partition: OwnedPartition) -> None:
+    def close(self, partition: PartitionState) -> None:
         """Follow a partition no longer."""
 
     def deliver(self, place: Partition, records: Sequence[Record]) -> None:
@@ -149,11 +149,11 @@ class Asides(Protocol):
 class KeptCopies(Protocol):
     """Where the copies of set-aside keys are."""
 
-    async def chunk(self, partition: OwnedPartition, key: bytes | int) -> list[Record]:
+    async def chunk(self, partition: PartitionState, key: bytes | int) -> list[Record]:
         """Return the first copies of a key that are not done."""
 
     async def clear(
-        self, partition: OwnedPartition, key: bytes | int, copies: Sequence[Record], cleared: int
+        self, partition: PartitionState, key: bytes | int, copies: Sequence[Record], cleared: int
     ) -> None:
         """Copies are done: store that, and wait until it is known.
 
@@ -171,7 +171,7 @@ class KeptCopies(Protocol):
     def stage_mark(self, message: ReceivedMessage) -> Sequence[Copy]:
         """Return what marks the first stage of a copy as done, if it is stored with its result."""
 
-    async def keep(self, partition: OwnedPartition, key: bytes | int, copy: Record) -> None:
+    async def keep(self, partition: PartitionState, key: bytes | int, copy: Record) -> None:
         """A copy failed again: end the release of its key, and wait until that is known."""
 
     async def changed(self) -> None:
@@ -188,16 +188,16 @@ class ReleasedKeys:
     def __init__(self, engine: Engine, copies: KeptCopies) -> None:
         self._engine = engine
         self._copies = copies
-        self._tasks: dict[tuple[OwnedPartition, bytes | int], asyncio.Task[None]] = {}
+        self._tasks: dict[tuple[PartitionState, bytes | int], asyncio.Task[None]] = {}
         self._background = Background(engine.fail)
 
-    def begin(self, partition: OwnedPartition, key: bytes | int) -> None:
+    def begin(self, partition: PartitionState, key: bytes | int) -> None:
         """Handle a key if it is released."""
         entry = partition.aside.keys.get(key)
         if entry is not None and entry.released and (partition, key) not in self._tasks:
             self._tasks[partition, key] = self._background.start(self._handle(partition, key))
 
-    def end(self, partition: OwnedPartition) -> None:
+    def end(self, partition: PartitionState) -> None:
         """End with a partition."""
         for key in [key for key in self._tasks if key[0] is partition]:
             self._tasks.pop(key).cancel()
@@ -206,7 +206,7 @@ class ReleasedKeys:
         """End all tasks."""
         await self._background.end()
 
-    async def _handle(self, partition: OwnedPartition, key: bytes | int) -> None:
+    async def _handle(self, partition: PartitionState, key: bytes | int) -> None:
         """Handle the copies of a released key until there are none."""
         failures = 0
         try:
@@ -235,7 +235,7 @@ class ReleasedKeys:
             self._engine.waiting.wake()
 
     async def _handle_chunk(
-        self, partition: OwnedPartition, key: bytes | int, copies: Sequence[Record]
+        self, partition: PartitionState, key: bytes | int, copies: Sequence[Record]
     ) -> tuple[KeyFeed, int]:
         """Return the feed of some copies, and how many of the first ones are done."""
         feed = KeyFeed(partition, key, self._copies)

@@ -20,7 +20,7 @@ from txbroker.consumer.rounds import Rounds
 from txbroker.consumer.stores.database import OpenDatabase
 from txbroker.core.consuming.aside import AsideKey
 from txbroker.core.consuming.copies import MessageSource, spread
-from txbroker.core.consuming.partition import Feed, OwnedPartition
+from txbroker.core.consuming.partition import Feed, PartitionState
 from txbroker.core.records import Partition, Record
 from txbroker.databases.kept import DEAD, RELEASED, RETRY, SET_ASIDE, UNPUBLISHED, Kept
 from txbroker.databases.steps import Steps
@@ -48,7 +48,7 @@ class RowFeed(Feed):
     is_kept = True
     retries = True
 
-    def __init__(self, partition: OwnedPartition) -> None:
+    def __init__(self, partition: PartitionState) -> None:
         super().__init__(partition)
         self.taken: set[int] = set()
 
@@ -114,12 +114,12 @@ class TableAsides:
         self._store = store
         self._door = door
         self._dead_letters = dead_letters
-        self._retried: dict[OwnedPartition, RowFeed] = {}
+        self._retried: dict[PartitionState, RowFeed] = {}
         self._released = ReleasedKeys(engine, self)
         self._background = Background(engine.fail)
         self._poll: asyncio.Task[None] | None = None
 
-    async def open(self, partitions: Sequence[OwnedPartition]) -> None:
+    async def open(self, partitions: Sequence[PartitionState]) -> None:
         """See `Asides.open`."""
         asides = {partition.place: partition.aside for partition in partitions}
         for partition in partitions:
@@ -132,7 +132,7 @@ class TableAsides:
                     entry.count += count
                     entry.released |= state == RELEASED
 
-    def begin(self, partition: OwnedPartition) -> None:
+    def begin(self, partition: PartitionState) -> None:
         """Handle the rows of a partition that the engine has now."""
         self._retried[partition] = rows = RowFeed(partition)
         self._engine.partitions.add_feed(rows)
@@ -141,7 +141,7 @@ class TableAsides:
         if self._poll is None:
             self._poll = self._background.start(self._look_often())
 
-    def close(self, partition: OwnedPartition) -> None:
+    def close(self, partition: PartitionState) -> None:
         """End with a partition; the engine has removed its rows with it."""
         self._retried.pop(partition, None)
         self._released.end(partition)
@@ -255,7 +255,7 @@ class TableAsides:
 
     # --- copies of released keys -------------------------------------------------------------
 
-    async def chunk(self, partition: OwnedPartition, key: bytes | int) -> list[Record]:
+    async def chunk(self, partition: PartitionState, key: bytes | int) -> list[Record]:
         """See `KeptCopies.chunk`."""
         entry = partition.aside.keys[key]
         count = 0 if self._stores(partition, key) else entry.count
@@ -265,7 +265,7 @@ class TableAsides:
         unstored = self._rounds.copies.messages
         return [await self._whole(kept) for kept in rows if kept.failed.source not in unstored]
 
-    def _stores(self, partition: OwnedPartition, key: bytes | int) -> bool:
+    def _stores(self, partition: PartitionState, key: bytes | int) -> bool:
         """Return whether messages of a key wait to be stored."""
         messages = (each.message for each in self._rounds.copies.of(partition))
         return any(
@@ -283,7 +283,7 @@ class TableAsides:
         return ()
 
     async def clear(
-        self, partition: OwnedPartition, key: bytes | int, copies: Sequence[Record], cleared: int
+        self, partition: PartitionState, key: bytes | int, copies: Sequence[Record], cleared: int
     ) -> None:
         """See `KeptCopies.clear`: their rows were deleted with their results."""
         entry = partition.aside.keys[key]
@@ -291,7 +291,7 @@ class TableAsides:
         if entry.count <= 0:
             del partition.aside.keys[key]
 
-    async def keep(self, partition: OwnedPartition, key: bytes | int, copy: Record) -> None:
+    async def keep(self, partition: PartitionState, key: bytes | int, copy: Record) -> None:
         """See `KeptCopies.keep`."""
         await self._do(lambda: self._store.kept.set_aside_again(partition.place, key))
         if key in partition.aside.keys:

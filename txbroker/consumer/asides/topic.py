@@ -21,7 +21,7 @@ from txbroker.core.consuming.copies import (
     read_copy,
     spread,
 )
-from txbroker.core.consuming.partition import OwnedPartition
+from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.queues import StopReason
 from txbroker.core.records import Partition, Record
 from txbroker.door.consuming import EARLIEST, LATEST, Fetcher
@@ -57,19 +57,19 @@ class TopicAsides:
         self._door = door
         self._fetcher = fetcher
         self._topic = topic
-        self._partitions: dict[int, dict[OwnedPartition, int]] = {}
+        self._partitions: dict[int, dict[PartitionState, int]] = {}
         """By partition of the aside topic: the offset from which each partition follows it."""
-        self._arrived: dict[OwnedPartition, list[Record]] = {}
+        self._arrived: dict[PartitionState, list[Record]] = {}
         """Records that arrived while a partition reads the earlier ones."""
         self._released = ReleasedKeys(engine, self)
         self._noted = asyncio.Event()
 
-    async def open(self, partitions: Sequence[OwnedPartition]) -> None:
+    async def open(self, partitions: Sequence[PartitionState]) -> None:
         """See `Asides.open`."""
         for partition in partitions:
             await self._open(partition)
 
-    async def _open(self, partition: OwnedPartition) -> None:
+    async def _open(self, partition: PartitionState) -> None:
         number = spread(partition.place, ASIDE_PARTITIONS)
         place = (self._topic, number)
         partition.aside.known = True
@@ -91,7 +91,7 @@ class TopicAsides:
             if record.offset >= end:
                 self._note(partition, record)
 
-    def close(self, partition: OwnedPartition) -> None:
+    def close(self, partition: PartitionState) -> None:
         """Follow a partition no longer."""
         number = spread(partition.place, ASIDE_PARTITIONS)
         partitions = self._partitions.get(number, {})
@@ -112,14 +112,14 @@ class TopicAsides:
         self._noted.set()
         self._noted = asyncio.Event()
 
-    def _note(self, partition: OwnedPartition, record: Record) -> None:
+    def _note(self, partition: PartitionState, record: Record) -> None:
         key = partition.aside.note(record)
         if key is None:
             return
         if partition in self._engine.partitions:
             self._released.begin(partition, key)
 
-    def begin(self, partition: OwnedPartition) -> None:
+    def begin(self, partition: PartitionState) -> None:
         """Handle the released keys of a partition that the engine has now."""
         for key in partition.aside.keys:
             self._released.begin(partition, key)
@@ -130,7 +130,7 @@ class TopicAsides:
 
     # --- copies ------------------------------------------------------------------------------
 
-    async def chunk(self, partition: OwnedPartition, key: bytes | int) -> list[Record]:
+    async def chunk(self, partition: PartitionState, key: bytes | int) -> list[Record]:
         """Return the first copies of a key that are not done."""
         entry = partition.aside.keys[key]
         place = (self._topic, spread(partition.place, ASIDE_PARTITIONS))
@@ -160,7 +160,7 @@ class TopicAsides:
         return found
 
     async def clear(
-        self, partition: OwnedPartition, key: bytes | int, copies: Sequence[Record], cleared: int
+        self, partition: PartitionState, key: bytes | int, copies: Sequence[Record], cleared: int
     ) -> None:
         """Store that copies are done, and wait until the aside topic shows it.
 
@@ -191,7 +191,7 @@ class TopicAsides:
         source = source_of(message)
         return [self._about(source[:2], staged_record(source, message.key))]
 
-    async def keep(self, partition: OwnedPartition, key: bytes | int, copy: Record) -> None:
+    async def keep(self, partition: PartitionState, key: bytes | int, copy: Record) -> None:
         """See `KeptCopies.keep`."""
         entry = partition.aside.keys.get(key)
         if entry is None:
@@ -206,7 +206,7 @@ class TopicAsides:
         """See `KeptCopies.changed`."""
         await self._noted.wait()
 
-    def _store(self, partition: OwnedPartition, record: Record) -> None:
+    def _store(self, partition: PartitionState, record: Record) -> None:
         self._rounds.store(Pending(partition, None, [self._about(partition.place, record)]))
 
     def _about(self, place: Partition, record: Record) -> Copy:

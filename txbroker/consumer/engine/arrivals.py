@@ -18,7 +18,7 @@ from txbroker.consumer.message import (
 from txbroker.core.consuming.copies import read_copy
 from txbroker.core.consuming.failure import DELAYS_S
 from txbroker.core.consuming.lifecycle import MessageEvent
-from txbroker.core.consuming.partition import Feed, OwnedPartition
+from txbroker.core.consuming.partition import Feed, PartitionState
 from txbroker.core.consuming.queues import Order, lane_key_of
 from txbroker.core.records import Record
 
@@ -51,7 +51,7 @@ class Arrivals:
         self._fail = fail
 
     def deliver(
-        self, partition: OwnedPartition, records: Sequence[Record], next_offset: int, end: int
+        self, partition: PartitionState, records: Sequence[Record], next_offset: int, end: int
     ) -> None:
         """Take records of a partition that arrived, see `Deliver`."""
         position = partition.progress.position

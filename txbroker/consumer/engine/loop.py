@@ -1,7 +1,7 @@
 """Hands out messages, takes their results, and applies the failure policy.
 
 Workers, pulled messages and batches use the same two steps: `next` and `finish`. Between them a
-message is in flight and occupies its lane. The engine alone changes `OwnedPartition`.
+message is in flight and occupies its lane. The engine alone changes `PartitionState`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from txbroker.consumer.message import ReceivedMessage
 from txbroker.core.consuming.copies import GroupTopics
 from txbroker.core.consuming.failure import FailurePolicy, ProcessEnded
 from txbroker.core.consuming.lifecycle import TAKE, MessageEvent
-from txbroker.core.consuming.partition import OwnedPartition
+from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.queues import Lane, Order, Queues, StopReason
 from txbroker.door.writing import Copy
 
@@ -223,7 +223,7 @@ class Engine:
         if woken:
             self.waiting.wake()
 
-    def _look_at(self, partition: OwnedPartition, now_s: float) -> bool:
+    def _look_at(self, partition: PartitionState, now_s: float) -> bool:
         """Stop a partition whose lease has ended, and end stops whose time is over; return whether
         any ended."""
         stopped = partition.is_stopped(StopReason.LEASE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from txbroker.core.consuming.partition import OwnedPartition
+from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.records import Partition
 from txbroker.errors import TxbrokerError
 
@@ -33,14 +33,14 @@ class Memory:
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
-        self.paused: set[OwnedPartition] = set()
-        self._flows: dict[OwnedPartition, Flow] = {}
+        self.paused: set[PartitionState] = set()
+        self._flows: dict[PartitionState, Flow] = {}
 
-    def begin(self, partition: OwnedPartition, flow: Flow) -> None:
+    def begin(self, partition: PartitionState, flow: Flow) -> None:
         """Bound a partition, too."""
         self._flows[partition] = flow
 
-    def end(self, partition: OwnedPartition) -> None:
+    def end(self, partition: PartitionState) -> None:
         """A partition has gone."""
         self.paused.discard(partition)
         self._flows.pop(partition, None)
@@ -55,7 +55,7 @@ class Memory:
         """How much of a partition to fetch at once, so that it keeps to its share."""
         return round(min(_FETCH_BYTES_MAX, max(_FETCH_BYTES_MIN, self.share)))
 
-    def take(self, partition: OwnedPartition, largest: int) -> None:
+    def take(self, partition: PartitionState, largest: int) -> None:
         """Pause a partition if it has its share.
 
         Args:
@@ -74,7 +74,7 @@ class Memory:
                 f"{self.bytes_max}: raise it"
             )
 
-    def free(self, partition: OwnedPartition) -> None:
+    def free(self, partition: PartitionState) -> None:
         """Continue with a paused partition that has half of its share."""
         if partition in self.paused and partition.log.bytes < self.share / 2:
             self.paused.discard(partition)

@@ -15,7 +15,7 @@ from txbroker.consumer.engine.waiting import Waiting
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.pending import Commits
 from txbroker.core.consuming.lifecycle import MessageEvent
-from txbroker.core.consuming.partition import Feed, OwnedPartition
+from txbroker.core.consuming.partition import Feed, PartitionState
 from txbroker.core.consuming.queues import StopReason
 from txbroker.error_text import safe_repr
 from txbroker.errors import KafkaUnavailable
@@ -38,19 +38,19 @@ class Partitions:
     """
 
     def __init__(self, memory: Memory, waiting: Waiting) -> None:
-        self.commits: dict[OwnedPartition, Commits] = {}
+        self.commits: dict[PartitionState, Commits] = {}
         self.alone = Alone(self.commits.keys())
         self.suspensions = Suspensions(self.commits.keys())
         self.memory = memory
         self.waiting = waiting
 
-    def __contains__(self, partition: OwnedPartition) -> bool:
+    def __contains__(self, partition: PartitionState) -> bool:
         return partition in self.commits
 
-    def __iter__(self) -> Iterator[OwnedPartition]:
+    def __iter__(self) -> Iterator[PartitionState]:
         return iter(self.commits)
 
-    def add(self, partition: OwnedPartition, commits: Commits, flow: Flow) -> None:
+    def add(self, partition: PartitionState, commits: Commits, flow: Flow) -> None:
         """Begin with a partition."""
         self.commits[partition] = commits
         self.memory.begin(partition, flow)
@@ -59,14 +59,14 @@ class Partitions:
         if commits.outage.failures:
             partition.stop(StopReason.NOT_STORED)
 
-    def remove(self, partition: OwnedPartition) -> None:
+    def remove(self, partition: PartitionState) -> None:
         """End with a partition: its messages are dropped, the handlers of those in flight are
         cancelled, and their results are ignored."""
         if self.commits.pop(partition, None) is not None:
             self.memory.end(partition)
             self._cancel(partition.lose())
 
-    def changed(self, partition: OwnedPartition, count: int) -> None:
+    def changed(self, partition: PartitionState, count: int) -> None:
         """Take note that messages of a partition are done or, at most once, have arrived."""
         commits = self.commits.get(partition)
         if commits is not None:
@@ -130,14 +130,14 @@ class Partitions:
                     await asyncio.sleep(_NOT_NOTED_PAUSE_S)
         return self.call_of(message) is call
 
-    def interrupt(self, partition: OwnedPartition) -> None:
+    def interrupt(self, partition: PartitionState) -> None:
         """Cancel the handlers of a partition's messages in flight. Each message is given back when
         its handler has ended, so that no two run with it."""
         flying = partition.in_flight.items()
         self.give_back([message for message, call in flying if call.collecting])
         self._cancel(list(partition.in_flight.values()))
 
-    async def drained(self, partition: OwnedPartition) -> None:
+    async def drained(self, partition: PartitionState) -> None:
         """Wait until no message of a partition is in flight; hand out no further ones."""
         partition.draining = True
         partition.stop(StopReason.RELEASED)

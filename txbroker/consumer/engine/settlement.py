@@ -15,7 +15,7 @@ from txbroker.consumer.engine.partitions import Partitions
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.pending import Pending
 from txbroker.core.consuming.lifecycle import FINISH, MessageEvent
-from txbroker.core.consuming.partition import OwnedPartition
+from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.queues import StopReason
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
@@ -101,7 +101,7 @@ class Settlement:
             message.feed.partition.store_stage(message)
 
     def refused(
-        self, partition: OwnedPartition, messages: Sequence[ReceivedMessage], why: str
+        self, partition: PartitionState, messages: Sequence[ReceivedMessage], why: str
     ) -> None:
         """The copies of these messages, in order, cannot be stored: the partition pauses, and then
         they are handled again before the others."""

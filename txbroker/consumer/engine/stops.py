@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from txbroker.consumer.message import ReceivedMessage
-from txbroker.core.consuming.partition import OwnedPartition
+from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.queues import StopReason
 from txbroker.core.records import Partition
 
@@ -32,7 +32,7 @@ class Suspensions:
         partitions: kept current by the caller.
     """
 
-    def __init__(self, partitions: Collection[OwnedPartition]) -> None:
+    def __init__(self, partitions: Collection[PartitionState]) -> None:
         self._partitions = partitions
         self._active: set[Suspension] = set()
 
@@ -42,12 +42,12 @@ class Suspensions:
         for partition in self._partitions:
             self._begin(partition, suspension)
 
-    def apply(self, partition: OwnedPartition) -> None:
+    def apply(self, partition: PartitionState) -> None:
         """Suspend what matches in a new partition."""
         for suspension in self._active:
             self._begin(partition, suspension)
 
-    def _begin(self, partition: OwnedPartition, suspension: Suspension) -> None:
+    def _begin(self, partition: PartitionState, suspension: Suspension) -> None:
         if not suspension.matches(partition.place):
             return
         if suspension.key is None:
@@ -76,11 +76,11 @@ class Alone:
         partitions: kept current by the caller.
     """
 
-    def __init__(self, partitions: Collection[OwnedPartition]) -> None:
+    def __init__(self, partitions: Collection[PartitionState]) -> None:
         self._partitions = partitions
         self.message: ReceivedMessage | None = None
 
-    def apply(self, partition: OwnedPartition) -> None:
+    def apply(self, partition: PartitionState) -> None:
         """Hand out nothing of a new partition meanwhile."""
         if partition.starts.is_suspect and self.message is not None:
             partition.stop(StopReason.ALONE)
@@ -113,7 +113,7 @@ class Outage:
         failures: in a row; 0: there is no outage.
     """
 
-    def __init__(self, partitions: Callable[[], Collection[OwnedPartition]]) -> None:
+    def __init__(self, partitions: Callable[[], Collection[PartitionState]]) -> None:
         self.failures = 0
         self._partitions = partitions
         self._again = asyncio.Event()

@@ -43,7 +43,7 @@ class Feed:
     is_kept = False
     retries = False
 
-    def __init__(self, partition: OwnedPartition) -> None:
+    def __init__(self, partition: PartitionState) -> None:
         self.partition = partition
         self.queue: PartitionQueue[Any] = PartitionQueue(partition.place)
         self.finished: list[int] | deque[int] = []
@@ -72,7 +72,7 @@ class RecordFeed(Feed):
         before: at most once: messages count as done before they are handled.
     """
 
-    def __init__(self, partition: OwnedPartition, *, retries: bool, before: bool) -> None:
+    def __init__(self, partition: PartitionState, *, retries: bool, before: bool) -> None:
         super().__init__(partition)
         self.retries = retries
         self._before = before
@@ -84,7 +84,7 @@ class RecordFeed(Feed):
             self.partition.progress.finished += [message.record.offset for message in messages]
 
 
-class OwnedPartition:
+class PartitionState:
     """The state of a partition that this consumer owns.
 
     Args:

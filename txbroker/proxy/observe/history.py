@@ -18,13 +18,13 @@ from txbroker.contract.service import (
     HISTORY_S,
     HISTORY_STEPS_S,
     CheckCounts,
+    HalfPartitionState,
     History,
     HistoryEvent,
     HistoryPoint,
     HistoryRequest,
     Latency,
     OperatorAction,
-    PartitionState,
 )
 from txbroker.diagnosis.table import PROXY_WORDS
 from txbroker.proxy.observe.observed import Observed, ObservedPartition, Past
@@ -61,10 +61,10 @@ _LATENCIES = {
 """The metric of each latency."""
 _COUNTED = frozenset(
     {
-        PartitionState.OWNED,
-        PartitionState.SUSPENDED,
-        PartitionState.ELSEWHERE,
-        PartitionState.NONE,
+        HalfPartitionState.OWNED,
+        HalfPartitionState.SUSPENDED,
+        HalfPartitionState.ELSEWHERE,
+        HalfPartitionState.NONE,
     }
 )
 """The states in which the transactions of a half partition are known here, or not this proxy's."""

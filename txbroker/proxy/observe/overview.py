@@ -22,10 +22,10 @@ from txbroker.contract.service import (
     CheckCounts,
     GroupChecks,
     GroupOverview,
+    HalfPartitionState,
     Overview,
     ParkedAnswer,
     PartitionOverview,
-    PartitionState,
     ProxyOverview,
     Readiness,
 )
@@ -35,7 +35,7 @@ PARKED_LOOKED_AT_MAX = 1000
 """Parked transactions of a half partition whose last answers an overview counts."""
 
 
-_NOT_OURS = frozenset({PartitionState.ELSEWHERE, PartitionState.NONE})
+_NOT_OURS = frozenset({HalfPartitionState.ELSEWHERE, HalfPartitionState.NONE})
 
 
 class Unobserved(Observed):
@@ -290,7 +290,7 @@ def _rank(shown: PartitionOverview) -> tuple[bool, bool]:
 def _unknown(number: int, url: str, missing: Mapping[str, str]) -> PartitionOverview:
     if url in missing:
         return PartitionOverview(number, url, UNREACHABLE, missing[url])
-    return PartitionOverview(number, url, PartitionState.NONE)
+    return PartitionOverview(number, url, HalfPartitionState.NONE)
 
 
 def _add_group(groups: dict[str, GroupOverview], report: GroupOverview) -> None:

@@ -41,7 +41,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from txbroker.contract.service import PartitionState
+from txbroker.contract.service import HalfPartitionState
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Claim, State
 from txbroker.door.protocols import Claimed, Hanging, PartitionDoor, Targets
@@ -117,7 +117,7 @@ class PartitionOwner:
         self.gate = context.gate
         self.clock = context.clock
         self.id_clock = context.id_clock
-        self._phase = PartitionState.CLAIMING
+        self._phase = HalfPartitionState.CLAIMING
         self._resumed_s = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
         self._checking: asyncio.Task[None] | None = None
@@ -147,7 +147,7 @@ class PartitionOwner:
             KafkaUnavailable: Kafka does not answer.
         """
         claimed = await self._claims.first()
-        self._phase = PartitionState.REPLAYING
+        self._phase = HalfPartitionState.REPLAYING
         await self._begin(await recover(self._context, claimed))
         clock = LogClockFollower(self.clock, self.ledger)
         self._context.followers.extend((clock, self.checks, self._promoter))
@@ -160,7 +160,7 @@ class PartitionOwner:
             self._snapshots.run,
         )
         self._tasks = [self._begin_task(loop) for loop in loops]
-        self._phase = PartitionState.OWNED
+        self._phase = HalfPartitionState.OWNED
         self._resumed_s = time.monotonic()
         self._begin_checks()
         self._promoter.wake()
@@ -192,7 +192,7 @@ class PartitionOwner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if last_snapshot and self.phase is PartitionState.OWNED:
+        if last_snapshot and self.phase is HalfPartitionState.OWNED:
             await self._snapshots.last()
         self._context.visible.close()
         await self._context.door.close()
@@ -233,10 +233,10 @@ class PartitionOwner:
             self._checking = self._begin_task(self.checks.run)
 
     @property
-    def phase(self) -> PartitionState:
+    def phase(self) -> HalfPartitionState:
         if not self.gate.is_set():
-            return PartitionState.SUSPENDED
-        return PartitionState.HANGING if self._claims.hanging else self._phase
+            return HalfPartitionState.SUSPENDED
+        return HalfPartitionState.HANGING if self._claims.hanging else self._phase
 
     def stuck_since_s(self) -> float:
         """Return for how long no promotion transaction, or reclaim, has succeeded, seconds.
