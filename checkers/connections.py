@@ -38,10 +38,10 @@ Headers: TypeAlias = Sequence[tuple[str, str]]
 LookUp: TypeAlias = Callable[[str], Sequence[str]]
 """Returns the addresses of a host name; runs in a separate thread, may block."""
 Vet: TypeAlias = Callable[[str, int, Sequence[str]], Awaitable[None]]
-"""Raises `CannotConnect` if a host must not be called at a port and one of these addresses."""
+"""Raises `NoConnection` if a host must not be called at a port and one of these addresses."""
 
 
-class CannotConnect(Exception):
+class NoConnection(Exception):
     """There is no connection, so nothing was sent; the message gives the reason."""
 
 
@@ -95,7 +95,7 @@ class HostResolver:
         await self._threads.close()
 
 
-class Connection(asyncio.Protocol):
+class CheckConnection(asyncio.Protocol):
     """One TCP or TLS connection. `fresh` is known without a read."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ async def connect(
     *,
     vet: Vet | None = None,
     asker: str = "",
-) -> Connection:
+) -> CheckConnection:
     """Return a connection to the first address of `host` that takes it.
 
     The name is resolved once, and only addresses that were vetted are connected to.
@@ -202,7 +202,7 @@ async def connect(
         asker: the group that needs it; "" for the proxy itself.
 
     Raises:
-        CannotConnect: name, connection or TLS failed, was refused, or took over `timeout_s`.
+        NoConnection: name, connection or TLS failed, was refused, or took over `timeout_s`.
     """
     stage = "look-up of the name"
     try:
@@ -214,14 +214,14 @@ async def connect(
             deadline_s = limit.when() or 0.0
             return await _connect_any(addresses, host, port, tls, deadline_s)
     except TimeoutError:
-        raise CannotConnect(f"{Address(host, port)}: no {stage} within {timeout_s:g} s") from None
+        raise NoConnection(f"{Address(host, port)}: no {stage} within {timeout_s:g} s") from None
     except OSError as error:
-        raise CannotConnect(f"{Address(host, port)}: {_reason(error)}") from None
+        raise NoConnection(f"{Address(host, port)}: {_reason(error)}") from None
 
 
 async def _connect_any(
     addresses: Sequence[str], host: str, port: int, tls: ssl.SSLContext | None, deadline_s: float
-) -> Connection:
+) -> CheckConnection:
     """Try the addresses in order; each gets an equal share of the time left."""
     loop = asyncio.get_running_loop()
     problem: OSError = OSError("the name has no address")
@@ -230,7 +230,7 @@ async def _connect_any(
         try:
             async with asyncio.timeout(share_s):
                 _, connection = await loop.create_connection(
-                    Connection, address, port, ssl=tls, server_hostname=host if tls else None
+                    CheckConnection, address, port, ssl=tls, server_hostname=host if tls else None
                 )
                 connection.address = address
                 return connection
@@ -260,7 +260,7 @@ class NoAnswer(Exception):
     """The request was sent, and no complete answer arrived; the message gives the reason."""
 
 
-class NotSent(Exception):
+class ConnectionEnded(Exception):
     """The connection had ended before anything was sent."""
 
 
@@ -271,7 +271,7 @@ class Exchange:
         answer_bytes_max: the largest answer body.
     """
 
-    def __init__(self, connection: Connection, answer_bytes_max: int) -> None:
+    def __init__(self, connection: CheckConnection, answer_bytes_max: int) -> None:
         self._connection = connection
         self._bytes_max = answer_bytes_max
         self._state = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEADER_BYTES_MAX)
@@ -285,7 +285,7 @@ class Exchange:
             NotSent: certainly nothing was sent.
         """
         if not self._connection.fresh:
-            raise NotSent("the connection closed before the question was sent")
+            raise ConnectionEnded("the connection closed before the question was sent")
         request = h11.Request(
             method="POST",
             target=target,

@@ -17,14 +17,14 @@ import txbroker
 from txbroker.checkers import answers
 from txbroker.checkers.base import CheckCall, CheckResult, Unclear, Unreached, already, shortened
 from txbroker.checkers.connections import (
-    CannotConnect,
-    Connection,
+    CheckConnection,
+    ConnectionEnded,
     Exchange,
     Headers,
     HostResolver,
     LookUp,
     NoAnswer,
-    NotSent,
+    NoConnection,
     connect,
     literal,
     look_up,
@@ -147,7 +147,7 @@ class HttpChecks:
     async def _vet(self, host: str, port: int, addresses: Sequence[str]) -> None:
         refusal = _refusal(host, await self._refused(host, port, addresses))
         if refusal is not None:
-            raise CannotConnect(refusal)
+            raise NoConnection(refusal)
 
     async def _refused(self, host: str, port: int, addresses: Sequence[str]) -> str | None:
         """Return why a host must not be called: one refused address is enough."""
@@ -193,7 +193,7 @@ class HttpChecks:
             host, port = policies.host_and_port(url)
             key = (group, parts.scheme, host, port)
             connection = await self._connection(key)
-        except (PolicyError, CannotConnect) as error:
+        except (PolicyError, NoConnection) as error:
             return Unreached(shortened(str(error)))
         request = _Request(
             host=parts.netloc,
@@ -206,7 +206,7 @@ class HttpChecks:
         )
         return HttpChannel(self, key, connection, request, secret, self._now_s)
 
-    async def _connection(self, key: "_Key") -> Connection:
+    async def _connection(self, key: "_Key") -> CheckConnection:
         group, scheme, host, port = key
         await asyncio.sleep(0)  # so that the end of an idle connection is noticed first
         kept = self._take(key)
@@ -222,11 +222,11 @@ class HttpChecks:
             asker=group,
         )
 
-    async def _may_keep(self, kept: Connection, host: str, port: int) -> bool:
+    async def _may_keep(self, kept: CheckConnection, host: str, port: int) -> bool:
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
                 await self._vet(host, port, (kept.address,))
-        except (CannotConnect, OSError):
+        except (NoConnection, OSError):
             kept.close(abort=True)
             return False
         return kept.fresh
@@ -251,7 +251,7 @@ class HttpChecks:
             self._tls = ssl.create_default_context()
         return self._tls
 
-    def _take(self, key: "_Key") -> Connection | None:
+    def _take(self, key: "_Key") -> CheckConnection | None:
         while idle := self._idle.get(key):
             connection = self._remove(key, idle[-1])
             if connection.fresh:
@@ -259,7 +259,7 @@ class HttpChecks:
             connection.close(abort=True)
         return None
 
-    def give_back(self, key: "_Key", connection: Connection) -> None:
+    def give_back(self, key: "_Key", connection: CheckConnection) -> None:
         """Keep a reusable connection for a short while."""
         kept = self._idle.get(key, [])
         if self._closed or len(kept) >= IDLE_PER_GROUP_MAX or self._idle_count >= IDLE_MAX:
@@ -275,7 +275,7 @@ class HttpChecks:
     def _drop(self, key: "_Key", idle: "_Idle") -> None:
         self._remove(key, idle).close(abort=True)
 
-    def _remove(self, key: "_Key", idle: "_Idle") -> Connection:
+    def _remove(self, key: "_Key", idle: "_Idle") -> CheckConnection:
         kept = self._idle[key]
         kept.remove(idle)
         if not kept:
@@ -296,7 +296,7 @@ _Key = tuple[str, str, str, int]
 
 
 class _Idle:
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: CheckConnection) -> None:
         self.connection = connection
         self.timer: asyncio.TimerHandle | None = None
 
@@ -321,7 +321,7 @@ class HttpChannel:
         self,
         checks: HttpChecks,
         key: _Key,
-        connection: Connection,
+        connection: CheckConnection,
         request: _Request,
         secret: bytes | None,
         now_s: Callable[[], float],
@@ -342,7 +342,7 @@ class HttpChannel:
         headers = [] if trace is None else trace.headers()
         try:
             exchange = self._send(answers.question(call), answers.webhook_id(call), headers)
-        except NotSent as error:
+        except ConnectionEnded as error:
             return already(Unreached(str(error)))
         return asyncio.get_running_loop().create_task(self._result(exchange, call, timeout_s))
 
@@ -399,7 +399,7 @@ class HttpChannel:
             )
             async with asyncio.timeout(timeout_s):
                 return (await exchange.head()).status_code
-        except NotSent as error:
+        except ConnectionEnded as error:
             return Unreached(str(error))
         except TimeoutError:
             return Unclear(f"no answer within {timeout_s:g} s")

@@ -20,13 +20,13 @@ from msgspec import Struct
 from txbroker.checkers import base
 from txbroker.checkers.base import Answered, Channel, CheckCall, CheckResult, Unclear, Unreached
 from txbroker.checkers.connections import (
-    CannotConnect,
-    Connection,
+    CheckConnection,
+    ConnectionEnded,
     Exchange,
     Headers,
     HostResolver,
     NoAnswer,
-    NotSent,
+    NoConnection,
     connect,
 )
 from txbroker.checkers.groups import Groups
@@ -167,7 +167,7 @@ class PeerIdentity:
         return headers if secret is None or exposed else [*headers, (PEER_HEADER, secret)]
 
 
-class Leases:
+class SessionLeases:
     """The sessions of this proxy that other proxies have leased."""
 
     def __init__(
@@ -288,7 +288,7 @@ class PeerSessions:
                     return await self._take(url, request)
             except TimeoutError:
                 why = f"the proxy at {url} does not answer within {TAKE_S:g} s"
-            except (CannotConnect, NotSent, NoAnswer) as error:
+            except (NoConnection, ConnectionEnded, NoAnswer) as error:
                 why = f"the proxy at {url}: {error}"
             # The cached view of that proxy is out of date; its next answer renews it.
             self._drop_cached(url, request)
@@ -366,7 +366,12 @@ class LeaseChannel:
     """A leased session of another proxy, on the connection that brought the lease."""
 
     def __init__(
-        self, connection: Connection, target: str, headers: Headers, endpoint: str, instance: str
+        self,
+        connection: CheckConnection,
+        target: str,
+        headers: Headers,
+        endpoint: str,
+        instance: str,
     ) -> None:
         self._connection = connection
         self._target = target
@@ -379,7 +384,7 @@ class LeaseChannel:
         try:
             exchange = Exchange(self._connection, FRAME_BYTES_MAX)
             exchange.send(self._target, self._headers, encode(call))
-        except NotSent as error:
+        except ConnectionEnded as error:
             return base.already(Unreached(str(error)))
         return asyncio.get_running_loop().create_task(self._result(exchange, timeout_s))
 

@@ -19,9 +19,9 @@ from benchmarks.consumers.load import door_to, new_name, until
 from benchmarks.consumers.places import NAMES, Place, places
 from benchmarks.consumers.rounds import Bound
 from txbroker.consumer import Consumer, InDatabase
-from txbroker.consumer.claims import Reader
-from txbroker.core.records import Record
-from txbroker.door.consuming import Partition, TopicSpec
+from txbroker.consumer.claims import PartitionReader
+from txbroker.core.records import Partition, Record
+from txbroker.door.consuming import TopicSpec
 from txbroker.embedded import EmbeddedKafka
 
 MOVED = 64
@@ -36,14 +36,14 @@ _BATCH = 100
 def noting_assignments() -> Iterator[list[float]]:
     """Yield a list of the times when a reader was assigned all partitions."""
     at_s: list[float] = []
-    assigned = Reader.assigned
+    assigned = PartitionReader.assigned
 
-    def noted(reader: Reader, partitions: frozenset[Partition]) -> None:
+    def noted(reader: PartitionReader, partitions: frozenset[Partition]) -> None:
         if len(partitions) == 2 * MOVED:
             at_s.append(time.perf_counter())
         assigned(reader, partitions)
 
-    with patch.object(Reader, "assigned", noted):
+    with patch.object(PartitionReader, "assigned", noted):
         yield at_s
 
 

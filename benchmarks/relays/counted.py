@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from txbroker.kafka.client.connection import Connection
+from txbroker.kafka.client.connection import BrokerConnection
 
 SIZE = 16
 
@@ -27,9 +27,9 @@ def counters(file: Path) -> memoryview:
 def main() -> None:
     """Count, and run the command."""
     counts = counters(Path(sys.argv.pop(1)))
-    send, connect = Connection.send, sqlite3.connect
+    send, connect = BrokerConnection.send, sqlite3.connect
 
-    def counted(self: Connection, request: Any, answer: Any = None) -> Any:
+    def counted(self: BrokerConnection, request: Any, answer: Any = None) -> Any:
         counts[0] += 1
         return send(self, request, answer)
 
@@ -41,7 +41,7 @@ def main() -> None:
         connection.set_trace_callback(statement)
         return connection
 
-    Connection.send = counted  # type: ignore[method-assign]
+    BrokerConnection.send = counted  # type: ignore[method-assign]
     sqlite3.connect = connected
     from txbroker.__main__ import main as run
 

@@ -30,7 +30,7 @@ from txbroker.embedded import BarProgress, EmbeddedKafka
 from txbroker.kafka.tools.consumers import (
     NAME_HEADER,
     TAG_CHARS,
-    Reader,
+    TopicConsumer,
     reading,
     topic_for_a_while,
 )
@@ -223,7 +223,7 @@ def _sum(values: Sequence[float | None]) -> float | None:
 
 async def _follow(
     load: asyncio.subprocess.Process,
-    reader: Reader,
+    reader: TopicConsumer,
     meters: _UsageMeter,
     progress: "BenchProgress",
     job: Job,

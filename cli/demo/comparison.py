@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from txbroker.cli.demo.shop import Order, messages_of
+from txbroker.cli.demo.shop import ShopOrder, messages_of
 from txbroker.kafka.tools.consumers import Seen
 
 
@@ -19,7 +19,7 @@ class OrderComparison:
 
 
 def compare(
-    stories: Mapping[str, str], orders: Sequence[Order], seen: Sequence[Seen]
+    stories: Mapping[str, str], orders: Sequence[ShopOrder], seen: Sequence[Seen]
 ) -> list[OrderComparison]:
     """Return a comparison for each order that is expected, in the database, or in Kafka.
 
@@ -44,7 +44,7 @@ def compare(
     ]
 
 
-def _agree(order: Order | None, seen: Sequence[Seen]) -> bool:
+def _agree(order: ShopOrder | None, seen: Sequence[Seen]) -> bool:
     expected = [] if order is None else [(m.topic, m.key, m.value) for m in messages_of(order)]
     return sorted(expected, key=repr) == sorted(
         ((one.topic, one.record.key, one.record.value) for one in seen), key=repr

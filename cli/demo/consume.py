@@ -19,7 +19,7 @@ from txbroker.cli.run import CommandFailed
 from txbroker.config.settings import load_kafka_access
 from txbroker.consumer import CommitPolicy, Consumer, ReceivedMessage
 from txbroker.consumer.operations.copies import release, set_aside_keys
-from txbroker.consumer.operations.groups import Groups
+from txbroker.consumer.operations.groups import ConsumerGroups
 from txbroker.core.consuming.copies import CLEARED_HEADER, SOURCE_HEADER, GroupTopics, parse_source
 from txbroker.core.records import Record
 from txbroker.door.consuming import TopicSpec
@@ -251,7 +251,7 @@ async def _until(running: asyncio.Task[None], done: Callable[[], bool], what: st
 
 async def _release(door: KafkaConsumingDoor, group: str) -> None:
     """Release all set-aside keys, as `txbroker consumers release` does."""
-    view = await Groups(door, PREFIX).view(group)
+    view = await ConsumerGroups(door, PREFIX).view(group)
     await release(door, view, await set_aside_keys(door, view), "it has a price now")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
-from txbroker.cli.demo.shop import CREDIT, Order, messages_of
+from txbroker.cli.demo.shop import CREDIT, ShopOrder, messages_of
 from txbroker.cli.demo.worker import report, wait
 from txbroker.databases import SQLite
 from txbroker.relay import Decision, Outbox
@@ -23,7 +23,7 @@ _ITEMS = ("lamp", "chair", "table", "clock", "piano")
 _PAUSE_S = 0.005
 
 
-class Refused(Exception):
+class CreditTooSmall(Exception):
     """The customer's credit is too small."""
 
 
@@ -39,11 +39,11 @@ class OutboxShop:
         self._connection = sqlite3.connect(database, timeout=30)
         self._at_step = at_step
 
-    def place(self, order: Order, scheme: str) -> None:
+    def place(self, order: ShopOrder, scheme: str) -> None:
         """Take an order completely or not at all, whenever this process dies.
 
         Raises:
-            Refused
+            CreditTooSmall: nothing is stored.
         """
         connection, messages = self._connection, messages_of(order)
         if scheme == "add":
@@ -56,7 +56,7 @@ class OutboxShop:
         else:
             self._place_prepared(order)
 
-    def _place_prepared(self, order: Order) -> None:
+    def _place_prepared(self, order: ShopOrder) -> None:
         """Take an order as if it were in another database than the outbox: the relay's check
         decides if this process dies in between."""
         prepared = self._outbox.prepare(*messages_of(order))
@@ -72,22 +72,22 @@ class OutboxShop:
                 self._connection.execute("BEGIN IMMEDIATE")
                 self._outbox.decide(self._connection, prepared, decision)
 
-    def _insert(self, order: Order) -> None:
+    def _insert(self, order: ShopOrder) -> None:
         self._connection.execute(
             "INSERT INTO orders (number, item, amount) VALUES (?, ?, ?)",
             (order.number, order.item, order.amount),
         )
         if order.amount > CREDIT:
-            raise Refused
+            raise CreditTooSmall
 
     def close(self) -> None:
         self._connection.close()
 
 
-def order_of(number: int) -> tuple[Order, str]:
+def order_of(number: int) -> tuple[ShopOrder, str]:
     """Return an order and how it is written; every seventh one is refused."""
     amount = CREDIT + 1 if number % 7 == 0 else 10 + number % 90
-    order = Order(f"order-{number:04}", _ITEMS[number % len(_ITEMS)], amount)
+    order = ShopOrder(f"order-{number:04}", _ITEMS[number % len(_ITEMS)], amount)
     return order, SCHEMES[number % len(SCHEMES)]
 
 
@@ -104,7 +104,7 @@ def main(database: str, first: str, last: str, stop_at: str) -> None:
         report(step="ready")
         for number in range(int(first), int(last) + 1):
             final = number == int(last)
-            with suppress(Refused):
+            with suppress(CreditTooSmall):
                 shop.place(*order_of(number))
             time.sleep(_PAUSE_S)
     report(step="over")

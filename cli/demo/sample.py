@@ -5,7 +5,7 @@ import itertools
 from pathlib import Path
 from typing import NoReturn
 
-from txbroker.cli.demo.shop import CREDIT, Order, create_tables, orders_in
+from txbroker.cli.demo.shop import CREDIT, ShopOrder, create_tables, orders_in
 from txbroker.cli.demo.stage import start_worker
 from txbroker.cli.run import CommandFailed
 
@@ -36,7 +36,7 @@ async def run_shop(url: str, folder: Path) -> NoReturn:
         for number in itertools.count(last + 1):
             name = names[number % 2]
             amount = 2 * CREDIT if _hits(number, _REFUSED) else 20 + number % 80
-            order = Order(str(number), _ITEMS[number % len(_ITEMS)], amount)
+            order = ShopOrder(str(number), _ITEMS[number % len(_ITEMS)], amount)
             killed = _hits(number, _KILLED) and amount <= CREDIT
             try:
                 await workers[name].place(order, stop_at=_AFTER_COMMIT if killed else "")

@@ -18,7 +18,7 @@ CREDIT = 1000
 
 
 @dataclass(frozen=True)
-class Order:
+class ShopOrder:
     """A customer's order."""
 
     number: str
@@ -40,14 +40,14 @@ class Shop:
         database: Path,
         producer: BlockingTransactionalProducer,
         barrier: SqliteBarrier,
-        at_step: Callable[[Order, str, str], None],
+        at_step: Callable[[ShopOrder, str, str], None],
     ) -> None:
         self._database = database
         self._producer = producer
         self._barrier = barrier
         self._at_step = at_step
 
-    def place(self, order: Order) -> None:
+    def place(self, order: ShopOrder) -> None:
         """Take an order completely or not at all, whenever this process dies."""
         with self._producer.transaction(*messages_of(order)) as tx:
             self._at_step(order, "prepared", tx.id)
@@ -65,7 +65,7 @@ class Shop:
         self._at_step(order, "decided", tx.id)
 
 
-def messages_of(order: Order) -> tuple[Message, Message]:
+def messages_of(order: ShopOrder) -> tuple[Message, Message]:
     """Return the messages of an order."""
     key = order.number.encode()
     content = {"number": order.number, "item": order.item, "amount": order.amount}
@@ -84,8 +84,8 @@ def create_tables(database: Path) -> None:
         )
 
 
-def orders_in(database: Path) -> list[Order]:
+def orders_in(database: Path) -> list[ShopOrder]:
     """Return all orders in the database."""
     with closing(sqlite3.connect(database)) as connection:
         rows = connection.execute("SELECT number, item, amount FROM orders ORDER BY number")
-        return [Order(*row) for row in rows]
+        return [ShopOrder(*row) for row in rows]

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from txbroker.cli.demo.shop import Order, create_tables
+from txbroker.cli.demo.shop import ShopOrder, create_tables
 from txbroker.cli.proxy.serving import until_owned
 from txbroker.cli.run import CommandFailed, piped_module
 from txbroker.config.settings import load_settings
@@ -123,7 +123,7 @@ class Worker:
     def pid(self) -> int:
         return self._process.pid
 
-    async def place(self, order: Order, stop_at: str = "") -> None:
+    async def place(self, order: ShopOrder, stop_at: str = "") -> None:
         """Send it an order; it pauses at the step `stop_at`."""
         await self._write({**asdict(order), "stop_at": stop_at})
 

@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from txbroker.cli.demo.shop import Order, Shop
+from txbroker.cli.demo.shop import Shop, ShopOrder
 from txbroker.sdk import BlockingTransactionalProducer, SqliteBarrier
 
 GROUP = "shop"
@@ -21,7 +21,7 @@ def main(url: str, database: str, instance: str) -> None:
     barrier = SqliteBarrier(database)
     stop_at = ""
 
-    def at_step(order: Order, step: str, id: str) -> None:
+    def at_step(order: ShopOrder, step: str, id: str) -> None:
         report(order=order.number, step=step, id=id)
         if step == stop_at:
             wait()
@@ -34,7 +34,7 @@ def main(url: str, database: str, instance: str) -> None:
         for line in sys.stdin:
             command = json.loads(line)
             stop_at = command.pop("stop_at")
-            shop.place(Order(**command))
+            shop.place(ShopOrder(**command))
             report(order=command["number"], step="over")
 
 

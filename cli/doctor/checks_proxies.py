@@ -24,7 +24,7 @@ from txbroker.cli.doctor.subject import (
 from txbroker.cli.output import duration
 from txbroker.contract.audit import STREAM_KEY, AuditNews, decode_news
 from txbroker.contract.groups import GroupAnswer, TestedBody
-from txbroker.contract.service import GroupOverview, Overview, PartitionState
+from txbroker.contract.service import GroupOverview, HalfPartitionState, Overview
 from txbroker.core.decoding import Malformed, NewerVersion
 from txbroker.diagnosis import table
 from txbroker.diagnosis.rows import Diagnosis
@@ -85,7 +85,7 @@ async def proxies_ready(subject: Subject) -> Finding:
 
 
 def _why(partitions: dict[str, str], problems: list[str]) -> str:
-    settled = (PartitionState.OWNED, PartitionState.ELSEWHERE)
+    settled = (HalfPartitionState.OWNED, HalfPartitionState.ELSEWHERE)
     waiting = [f"partition {p} is {state}" for p, state in partitions.items() if state not in
                settled]  # fmt: skip
     return "; ".join([*problems, *waiting]) or "without a reason"

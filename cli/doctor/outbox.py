@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from txbroker.databases.database import TABLE_SETS, Database
 from txbroker.databases.dialect import MARIADB
-from txbroker.databases.outbox.leases import Lease, Leases
+from txbroker.databases.outbox.leases import Leases, ShardLease
 from txbroker.databases.outbox.operations import WHOLE, problem_of, selected
 from txbroker.databases.outbox.table import OUTBOX, SHARDS_MAX, STATES, outbox_tables
 from txbroker.databases.outbox.waiting import WaitingRows
@@ -51,7 +51,7 @@ class OutboxFacts(Struct, frozen=True):
     relay: str
     counts: Mapping[str, tuple[int, float]] = {}
     shards: int = 1
-    leases: Sequence[Lease] = ()
+    leases: Sequence[ShardLease] = ()
     waiting: Mapping[int, int] = {}
     causes: Sequence[tuple[str, str]] = ()
     problems: Sequence[str] = ()

@@ -22,8 +22,8 @@ from txbroker.cli.run import CommandFailed
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 from txbroker.config.settings import Settings
 from txbroker.contract.json import message_to_json
-from txbroker.core.records import Message, Record
-from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, Fetcher, Partition
+from txbroker.core.records import Message, Partition, Record
+from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, Fetcher
 from txbroker.errors import KafkaUnavailable
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ def command(
     settings = with_kafka(settings_from(config, options), client)
     if follow is None:
         follow = not from_beginning or sys.stdout.isatty()
-    shown = _Shown(output, count)
+    shown = _MessageOutput(output, count)
     asyncio.run(_consume(settings, topic, shown, from_beginning=from_beginning, follow=follow))
 
 
@@ -146,7 +146,7 @@ class _Delivery(NamedTuple):
     error: KafkaUnavailable | None = None
 
 
-class _Shown:
+class _MessageOutput:
     """Writes messages to stdout, until there are `count`."""
 
     def __init__(self, output: str, count: int | None) -> None:
@@ -184,7 +184,7 @@ def _row(partition: Partition, record: Record) -> Row:
 
 
 async def _consume(
-    settings: Settings, topic: str, shown: _Shown, *, from_beginning: bool, follow: bool
+    settings: Settings, topic: str, shown: _MessageOutput, *, from_beginning: bool, follow: bool
 ) -> None:
     door = open_door(settings)
     fetcher: Fetcher | None = None
@@ -256,7 +256,7 @@ async def _partitions(
 async def _show(
     arrived: "asyncio.Queue[_Delivery]",
     fetcher: Fetcher,
-    shown: _Shown,
+    shown: _MessageOutput,
     left: set[Partition],
     ends: Mapping[Partition, int] | None,
 ) -> None:

@@ -46,8 +46,8 @@ from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settin
 from txbroker.config.settings import Settings
 from txbroker.consumer.operations.copies import DeadLetter, SetAsideKey, count_dead_letters
 from txbroker.consumer.operations.failed import FailedMessages, InTable, InTopics
-from txbroker.consumer.operations.groups import Groups, GroupView
-from txbroker.core.consuming.copies import Source, parse_source
+from txbroker.consumer.operations.groups import ConsumerGroups, GroupView
+from txbroker.core.consuming.copies import MessageSource, parse_source
 from txbroker.door.consuming import ConsumingDoor
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
@@ -91,7 +91,7 @@ def list_command(config: Path | None, output: str, **options: Any) -> None:
     offsets of each partition.
     """
 
-    async def look(groups: Groups) -> list[tuple[GroupView, int | None]]:
+    async def look(groups: ConsumerGroups) -> list[tuple[GroupView, int | None]]:
         return [(view, await count_dead_letters(groups.door, view)) for view in await groups.find()]
 
     rows = [list_row(view, dead) for view, dead in _with_groups(config, options, "", look)]
@@ -109,7 +109,7 @@ def show_command(config: Path | None, output: str, group: str, **options: Any) -
     each owner.
     """
 
-    async def look(groups: Groups) -> dict[str, Any]:
+    async def look(groups: ConsumerGroups) -> dict[str, Any]:
         view = await groups.view(group)
         return group_row(view, await groups.steps(view))
 
@@ -353,7 +353,7 @@ def _with_groups(
     config: Path | None,
     options: dict[str, Any],
     group: str,
-    act: Callable[[Groups], Awaitable[T]],
+    act: Callable[[ConsumerGroups], Awaitable[T]],
 ) -> T:
     """Return the result of `act` with a connection to Kafka."""
     settings = settings_from(config, options)
@@ -362,7 +362,7 @@ def _with_groups(
         door = open_door(settings)
         try:
             await door.start()
-            return await act(Groups(door, settings.topic_prefix))
+            return await act(ConsumerGroups(door, settings.topic_prefix))
         finally:
             await door.close()
 
@@ -385,7 +385,7 @@ def _with_failed(
 
         return asyncio.run(in_table())
 
-    async def in_topics(groups: Groups) -> T:
+    async def in_topics(groups: ConsumerGroups) -> T:
         return await act(InTopics(groups.door, await groups.view(group)))
 
     return _with_groups(config, options, group, in_topics)
@@ -415,7 +415,7 @@ def _chosen(
     topic: str | None,
     partition: int | None,
     key: bytes | None,
-    sources: Collection[Source],
+    sources: Collection[MessageSource],
 ) -> list[SetAsideKey]:
     return [
         each
@@ -447,7 +447,7 @@ def _require_choice(all_: bool, narrowed: bool, sources: Collection[str]) -> Non
         raise click.UsageError("--all chooses everything: leave it out, or the other choices")
 
 
-def _source(text: str) -> Source:
+def _source(text: str) -> MessageSource:
     source = parse_source(text)
     if source is None:
         raise click.UsageError(

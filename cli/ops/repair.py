@@ -20,7 +20,7 @@ from txbroker.cli.output import (
 )
 from txbroker.cli.run import CommandFailed
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
-from txbroker.kafka.door.repair import SET_ASIDE, Found
+from txbroker.kafka.door.repair import SET_ASIDE, StoppingRecord
 
 COLUMNS = (
     TableColumn("RECORD", keep=True),
@@ -102,7 +102,7 @@ def skip_command(
     click.echo(f"{record} is skipped.", err=True)
 
 
-def _row(found: Found) -> Row:
+def _row(found: StoppingRecord) -> Row:
     record = found.stop.record
     return {
         "record": found.at,

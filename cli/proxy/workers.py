@@ -69,7 +69,7 @@ async def run_workers(settings: Settings, welcome: Callable[[str], None] | None 
     try:
         async with asyncio.TaskGroup() as group:
             for number in range(1, settings.workers + 1):
-                group.create_task(_Worker(settings, number, ready).run())
+                group.create_task(_ProxyProcess(settings, number, ready).run())
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
 
@@ -87,7 +87,7 @@ def _require_free(settings: Settings) -> None:
                 )
 
 
-class _Worker:
+class _ProxyProcess:
     """A proxy in a child process, which is restarted when it ends.
 
     `ready` is called with number and ready line when the worker accepts calls for the first time.

@@ -16,7 +16,7 @@ import msgspec
 
 from txbroker.contract.json import TIMESTAMP_MS_MAX
 from txbroker.core.records import Record
-from txbroker.kafka.tools.audit_access import Stored
+from txbroker.kafka.tools.audit_access import StoredRecord
 from txbroker.spark.access import AuditError, TopicEnds
 from txbroker.spark.judge.rows import can_be_topic
 from txbroker.spark.schema import SnapshotBounds, TopicRead
@@ -221,4 +221,4 @@ def as_row(topic: str, partition: int, record: Record) -> tuple[Any, ...]:
 def _is_far(record: Record) -> bool:
     # A batch that does not decode may hold any timestamp. The connector fails from
     # 9,223,372,036,854,776 on, and uses two calendars before 1582: the limit leaves room for that.
-    return not isinstance(record, Stored) or abs(record.timestamp_ms) > TIMESTAMP_MS_MAX
+    return not isinstance(record, StoredRecord) or abs(record.timestamp_ms) > TIMESTAMP_MS_MAX

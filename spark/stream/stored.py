@@ -25,7 +25,7 @@ from txbroker.spark.folders import names_in, read_bytes, write_whole
 from txbroker.spark.judge.rows import ALWAYS, Horizon
 from txbroker.spark.schema import TEXT_MAX, BrokenRecord, Example
 from txbroker.spark.stream.query import FINDING, SET_ASIDE_MAX, TARGETS_SOURCE
-from txbroker.spark.tables.events import Place, drift_event
+from txbroker.spark.tables.events import EvidencePlace, drift_event
 
 EXAMPLES_MAX = 20
 _WRITES_MAX = 5
@@ -207,7 +207,7 @@ class FindingSink:
                 row["id"],
                 row["kind"],
                 group=row["group"],
-                place=Place(*place),
+                place=EvidencePlace(*place),
                 why=row["why"],
                 at_ms=row["at_ms"],
                 first_ms=row["first_ms"],
@@ -301,7 +301,7 @@ class TakenPartition(Struct, frozen=True):
     kept_from_ms: int = 0
 
 
-class _Versioned(Struct, frozen=True):
+class _StateVersion(Struct, frozen=True):
     v: int
 
 
@@ -390,7 +390,7 @@ def read_home(spark: SparkSession, checkpoint: str) -> StreamManifest | None:
 def decode_home(checkpoint: str, content: bytes) -> StreamManifest:
     """Return the manifest in a file; raise a ConfigurationError if it cannot be continued."""
     try:
-        version = msgspec.json.decode(content, type=_Versioned).v
+        version = msgspec.json.decode(content, type=_StateVersion).v
         if version == _VERSION:
             return msgspec.json.decode(content, type=StreamManifest)
     except msgspec.MsgspecError as error:

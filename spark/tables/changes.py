@@ -18,12 +18,19 @@ from txbroker.spark.facts.messages import id_time_ms
 from txbroker.spark.schema import RunSummary
 from txbroker.spark.tables.current import day_of
 from txbroker.spark.tables.findings import drift
-from txbroker.spark.tables.judged import Change, JudgedRun, known_keys, local_rows, moment, shaped
+from txbroker.spark.tables.judged import (
+    JudgedRun,
+    Replacement,
+    known_keys,
+    local_rows,
+    moment,
+    shaped,
+)
 from txbroker.spark.tables.layout import ATTEMPTS, LATENCY, RUNS, TRANSACTIONS, Table
 from txbroker.spark.tables.sketch import bucket, sketch
 
 
-def changes(judged: JudgedRun, read: Callable[[Table], DataFrame]) -> Iterator[Change]:
+def changes(judged: JudgedRun, read: Callable[[Table], DataFrame]) -> Iterator[Replacement]:
     """Yield the changes of every table but `runs`; see `run_row`.
 
     `read`: returns the rows that a table holds now.
@@ -35,7 +42,7 @@ def changes(judged: JudgedRun, read: Callable[[Table], DataFrame]) -> Iterator[C
         if replaced is not None:
             known = [replaced, attempts(judged, replaced)]
         for table, rows, old in zip((TRANSACTIONS, ATTEMPTS), parts, known, strict=True):
-            yield Change(table, rows, None if old is None else old.select(*known_keys(table)))
+            yield Replacement(table, rows, None if old is None else old.select(*known_keys(table)))
     for change in (latency(judged, new, replaced, read), drift(judged, read)):
         if change is not None:
             yield change
@@ -173,7 +180,7 @@ def latency(
     new: DataFrame | None,
     replaced: DataFrame | None,
     read: Callable[[Table], DataFrame],
-) -> Change | None:
+) -> Replacement | None:
     """Return the changed minutes: the counts that they have, and those of this run's transactions,
     less those of the rows that these replace.
 
@@ -206,7 +213,7 @@ def latency(
     else:
         values = _counted_before(judged, current.where(still_open))
     rows = judged.keep(_minutes(judged, values))
-    return Change(LATENCY, rows, rows.select(*known_keys(LATENCY)))
+    return Replacement(LATENCY, rows, rows.select(*known_keys(LATENCY)))
 
 
 def _stands(before: RunSummary, now: RunSummary) -> bool:
@@ -324,7 +331,7 @@ def _minutes(judged: JudgedRun, values: DataFrame) -> DataFrame:
 # --- runs --------------------------------------------------------------------------------------
 
 
-def run_row(judged: JudgedRun, summary: RunSummary) -> Change:
+def run_row(judged: JudgedRun, summary: RunSummary) -> Replacement:
     """Return the row of a run. `summary`: with its end."""
     began = _iso(judged.now_ms)
     row = {
@@ -347,7 +354,7 @@ def run_row(judged: JudgedRun, summary: RunSummary) -> Change:
         "cost": summary.cost,
     }
     spark = judged.verdicts.sparkSession
-    return Change(RUNS, local_rows(spark, [row], RUNS.ddl))
+    return Replacement(RUNS, local_rows(spark, [row], RUNS.ddl))
 
 
 def _iso(at_ms: int) -> str:

@@ -17,7 +17,7 @@ from txbroker.spark.schema import TEXT_MAX, RunSummary
 _SEVERITIES = {kind.name: kind.severity for kind in ALL_KINDS}
 
 
-class Place(Struct, frozen=True):
+class EvidencePlace(Struct, frozen=True):
     """The record that is the evidence of a finding; all None where there is none."""
 
     topic: str | None = None
@@ -39,7 +39,7 @@ def drift_event(
     kind: str,
     *,
     group: str,
-    place: Place,
+    place: EvidencePlace,
     why: str,
     at_ms: int,
     first_ms: int,
@@ -157,7 +157,7 @@ def _event(row: Row, state: DriftState, run: str, at_ms: int) -> tuple[str, byte
         row["id"],
         row["kind"],
         group=row["grp"] or "",
-        place=Place(row["topic"], row["partition"], row["offset"]),
+        place=EvidencePlace(row["topic"], row["partition"], row["offset"]),
         why=row["why"] or "",
         at_ms=at_ms,
         first_ms=row["opened_at"],

@@ -20,8 +20,8 @@ from txbroker.spark.judge.kinds import ALL_KINDS, BUSINESS_KINDS, IN_TARGET, KIN
 from txbroker.spark.schema import TopicNames
 from txbroker.spark.tables.judged import (
     FOUND_COLUMNS,
-    Change,
     JudgedRun,
+    Replacement,
     known_keys,
     moment,
     shaped,
@@ -31,7 +31,7 @@ from txbroker.spark.tables.layout import DRIFT, Table
 _BUSINESS = tuple(kind.name for kind in BUSINESS_KINDS)
 
 
-def drift(judged: JudgedRun, read: Callable[[Table], DataFrame]) -> Change | None:
+def drift(judged: JudgedRun, read: Callable[[Table], DataFrame]) -> Replacement | None:
     """Return the findings that this run opened, saw again or closed, or that were acknowledged
     since the last one; None where there are none.
 
@@ -59,7 +59,7 @@ def drift(judged: JudgedRun, read: Callable[[Table], DataFrame]) -> Change | Non
         gone = judged.missing.where("NOT kept").select("id", "kind", removed)
         lives = lives.join(gone, ["id", "kind"], "left")
     rows = judged.keep(_lived(judged, lives))
-    return Change(DRIFT, shaped(DRIFT, rows), rows.where("held").select(*known_keys(DRIFT)))
+    return Replacement(DRIFT, shaped(DRIFT, rows), rows.where("held").select(*known_keys(DRIFT)))
 
 
 # --- findings of a run ---------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class DriftTotals(NamedTuple):
 
 
 def count_findings(
-    judged: JudgedRun, change: Change | None, read: Callable[[Table], DataFrame]
+    judged: JudgedRun, change: Replacement | None, read: Callable[[Table], DataFrame]
 ) -> DriftTotals:
     """Count the findings after a run; `change` and `read` as in `drift`."""
     run, before = judged.run, judged.before

@@ -95,7 +95,7 @@ MISSING = f"{FOUND}, kept boolean"
 there, so that it is a finding."""
 
 
-class Change(NamedTuple):
+class Replacement(NamedTuple):
     """Rows that replace those with the same keys. `known`: `day` and keys of rows that the table
     may hold, each once; None: it holds none of them."""
 

@@ -12,7 +12,7 @@ from pyspark.sql import functions as F
 
 from txbroker.spark.checks import DAYS_BEFORE, Reading, evaluate
 from txbroker.spark.schema import Check, CheckResult
-from txbroker.spark.tables.judged import Change, JudgedRun, known_keys
+from txbroker.spark.tables.judged import JudgedRun, Replacement, known_keys
 from txbroker.spark.tables.layout import LATENCY, Table
 from txbroker.spark.tables.sketch import GAMMA, MIDDLE
 
@@ -23,7 +23,7 @@ SCOPES_MAX = 10_000
 
 
 def check_run(
-    judged: JudgedRun, change: Change | None, read: Callable[[Table], DataFrame]
+    judged: JudgedRun, change: Replacement | None, read: Callable[[Table], DataFrame]
 ) -> tuple[CheckResult, ...]:
     """Compare a run with its limits; one Spark job at most.
 

@@ -26,7 +26,7 @@ _LISTING_TASKS = "spark.sql.sources.parallelPartitionDiscovery.parallelism"
 
 
 class MergedTables:
-    """The engine of a format that merges; see `store.Engine`.
+    """The engine of a format that merges; see `store.TableEngine`.
 
     Raises:
         ConfigurationError: Spark has not loaded the format's package.

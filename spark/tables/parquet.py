@@ -36,7 +36,7 @@ _WHOLE_BYTES = 128 << 20
 
 
 class ParquetTables:
-    """The engine of Parquet tables; see `store.Engine`."""
+    """The engine of Parquet tables; see `store.TableEngine`."""
 
     def __init__(self, spark: SparkSession, out: str) -> None:
         self._spark, self._out = spark, out

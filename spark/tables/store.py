@@ -34,7 +34,7 @@ _CONCLUDED = "concluded"
 _DAY_MS = 86_400_000
 
 
-class Engine(Protocol):
+class TableEngine(Protocol):
     """Reads and writes tables in one format."""
 
     def read(self, table: Table) -> DataFrame:
@@ -69,7 +69,7 @@ class TableStore:
         spark: SparkSession,
         out: str,
         manifest: Manifest,
-        engine: Engine,
+        engine: TableEngine,
         stored: Manifest | None,
     ) -> None:
         self.out, self.manifest, self._stored = out, manifest, stored

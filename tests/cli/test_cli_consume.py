@@ -20,8 +20,7 @@ from tests.kit.cli import TXBROKER, Call, Dev
 from tests.kit.until import unique
 from txbroker.cli.ops import consume
 from txbroker.cli.run import CommandFailed
-from txbroker.core.records import Record
-from txbroker.door.consuming import Partition
+from txbroker.core.records import Partition, Record
 from txbroker.errors import KafkaUnavailable
 
 EVIL = "\x1b[2J\x07\r\nline"
@@ -177,7 +176,7 @@ async def test_failing_kafka_is_reported_once(
     for _ in range(3):
         arrived.put_nowait(consume._Delivery(place, error=KafkaUnavailable("no answer")))
     arrived.put_nowait(consume._Delivery(place, [Record(b"k", b"v", offset=7)], 8))
-    shown = consume._Shown("csv", 1)
+    shown = consume._MessageOutput("csv", 1)
     showing = consume._show(arrived, fetcher, shown, {place}, {place: 9} if bounded else None)  # type: ignore[arg-type]
     if bounded:
         with pytest.raises(CommandFailed, match="Check the topic and Kafka"):

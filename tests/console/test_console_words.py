@@ -20,9 +20,9 @@ from txbroker.contract.service import (
     CheckReport,
     GroupChecks,
     GroupOverview,
+    HalfPartitionState,
     Overview,
     PartitionOverview,
-    PartitionState,
     ProxyOverview,
 )
 from txbroker.diagnosis.table import DIAGNOSES, problems_of
@@ -157,7 +157,8 @@ def with_partition(**changes: Any) -> Overview:
 
 
 @pytest.mark.parametrize(
-    "state", [*(s for s in PartitionState if s not in ("owned", "elsewhere")), "unreachable", "new"]
+    "state",
+    [*(s for s in HalfPartitionState if s not in ("owned", "elsewhere")), "unreachable", "new"],
 )
 def test_each_partition_state_has_wording_and_next_step(state: str) -> None:
     (concern,) = concerns_of(with_partition(state=state, why="because"))

@@ -15,7 +15,7 @@ from tests.kit.until import until
 from txbroker.consumer import CommitPolicy, Consumer, ReceivedMessage, Reject
 from txbroker.core.consuming import failure
 from txbroker.core.consuming.aside import release_record
-from txbroker.core.consuming.copies import ASIDE_PARTITIONS, Source, spread
+from txbroker.core.consuming.copies import ASIDE_PARTITIONS, MessageSource, spread
 from txbroker.core.records import Record
 from txbroker.embedded import EmbeddedKafka
 
@@ -89,7 +89,7 @@ async def test_set_aside_and_released(harness: KafkaHarness) -> None:
         await until(lambda: handler.done == ["2"] and one.statistics().lag[topic, 0] == 0)
         handler.failing["bad"] = None
         door = await harness.consuming_door()
-        source = Source(topic, 0, 0)
+        source = MessageSource(topic, 0, 0)
         number = spread(source[:2], ASIDE_PARTITIONS)
         aside = f"{harness.prefix}.aside.{harness.name('stock')}"
         await door.append(aside, number, [release_record(source, b"a", "checked")])

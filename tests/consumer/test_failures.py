@@ -16,7 +16,7 @@ from txbroker.core.consuming import failure
 from txbroker.core.consuming.copies import (
     Failed,
     LeftOut,
-    Source,
+    MessageSource,
     make_copy,
     read_copy,
     smaller,
@@ -107,7 +107,7 @@ async def test_skip_copies_to_dead_letters(world: World, order: str) -> None:
     ((record, failed),) = world.copies("dead")
     assert (record.key, record.value, record.headers) == (b"a", b"1", headers)
     assert record.timestamp_ms == 1234
-    assert (failed.source, failed.attempts) == (Source("orders", 1, 0), 3)
+    assert (failed.source, failed.attempts) == (MessageSource("orders", 1, 0), 3)
     assert failed.cause == "ValueError: bug"
 
 
@@ -172,9 +172,9 @@ async def test_retry_waits_for_the_head_that_is_not_due(world: World) -> None:
     now_ms = round(time.time() * 1000)
     async with world.running(handler, order="none"):
         for value, due_ms in ((b"later", now_ms + 300), (b"due", now_ms - 1), (b"at once", 0)):
-            copy = make_copy(Record(None, value), Failed(Source("orders", 0, 7), 3, due_ms))
+            copy = make_copy(Record(None, value), Failed(MessageSource("orders", 0, 7), 3, due_ms))
             world.kafka.write(f"txbroker.retry.{GROUP}", 2, [copy], None)
-        copy = make_copy(Record(None, b"other step"), Failed(Source("orders", 0, 8), 3, 0))
+        copy = make_copy(Record(None, b"other step"), Failed(MessageSource("orders", 0, 8), 3, 0))
         world.kafka.write(f"txbroker.retry.{GROUP}", 3, [copy], None)
         await handler.does("other step", "later", "due", "at once")
         assert time.time() * 1000 >= now_ms + 300
@@ -323,7 +323,7 @@ async def test_copy_that_is_too_large_lacks_its_value(
     ((record, failed),) = world.copies(kind)
     assert (record.key, record.value) == (b"a", None)
     assert failed.left_out == LeftOut(lacks, len(LARGE))
-    assert failed.source == Source("orders", 0, 0)
+    assert failed.source == MessageSource("orders", 0, 0)
 
 
 @pytest.mark.parametrize("deleted", [False, True])
@@ -354,7 +354,7 @@ async def test_released_copy_that_lacks_its_value_is_read_in_its_first_place(
 
 
 async def test_refusals_end_where_nothing_more_can_be_left_out() -> None:
-    record = make_copy(Record(b"k", b"v", (("h", b"1"),)), Failed(Source("orders", 0, 7), 1))
+    record = make_copy(Record(b"k", b"v", (("h", b"1"),)), Failed(MessageSource("orders", 0, 7), 1))
     found = []
     while (record := smaller(record, keyed=False)) is not None:  # type: ignore[assignment]
         copy = read_copy(record)

@@ -15,7 +15,8 @@ from txbroker.consumer import ReceivedMessage, RecordsDeleted, Reject
 from txbroker.consumer import rounds as rounds_module
 from txbroker.core.consuming.copies import ASIDE_PARTITIONS, spread
 from txbroker.core.consuming.position import Metadata, StoredOffset, encode_metadata
-from txbroker.door.consuming import OffsetMissing, Partition
+from txbroker.core.records import Partition
+from txbroker.door.consuming import OffsetMissing
 from txbroker.errors import KafkaUnavailable
 from txbroker.testing.consuming import MemoryMember
 from txbroker.testing.topics import LostReply

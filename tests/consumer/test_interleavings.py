@@ -13,7 +13,7 @@ from tests.kit.consumer_world import GROUP, Handler, World, counted, text, texts
 from tests.kit.until import until
 from txbroker.consumer import ReceivedMessage, Reject, statistics
 from txbroker.consumer.engine import arrivals
-from txbroker.core.consuming.copies import Failed, Source, make_copy
+from txbroker.core.consuming.copies import Failed, MessageSource, make_copy
 from txbroker.core.consuming.failure import DELAYS_S, Bury, FailurePolicy, OnFailure
 from txbroker.core.consuming.position import decode_metadata
 from txbroker.core.records import Record
@@ -151,7 +151,7 @@ async def test_foreign_due_time_holds_up_no_more_than_its_step(
 ) -> None:
     monkeypatch.setattr(arrivals, "DELAYS_S", (0.1,))
     copies = [
-        make_copy(Record(None, value), Failed(Source("orders", 0, number), 1, due_ms))
+        make_copy(Record(None, value), Failed(MessageSource("orders", 0, number), 1, due_ms))
         for number, (value, due_ms) in enumerate([(b"foreign", 10**14), (b"due", 0)])
     ]
     handler = Handler()

@@ -10,13 +10,13 @@ from msgspec import structs
 
 from txbroker.consumer.operations import copies
 from txbroker.consumer.operations.copies import dead_letters, send_back
-from txbroker.consumer.operations.groups import Groups
+from txbroker.consumer.operations.groups import ConsumerGroups
 from txbroker.consumer.settings import group_topics
 from txbroker.core.consuming.copies import (
     Failed,
     GroupTopics,
     LeftOut,
-    Source,
+    MessageSource,
     make_copy,
     read_copy,
 )
@@ -42,12 +42,12 @@ class Operator:
         self.kafka.create_topic("orders", 1)
         self.stored_max = 1000
         self.door = FragileDoor(self)
-        self.groups = Groups(self.door, "txbroker")
+        self.groups = ConsumerGroups(self.door, "txbroker")
 
     def bury(self, offsets: range) -> None:
         """Write dead letters."""
         for offset in offsets:
-            failed = Failed(Source("orders", 0, offset), 3, offset, "no stock")
+            failed = Failed(MessageSource("orders", 0, offset), 3, offset, "no stock")
             copy = make_copy(Record(b"key", b"%d" % offset, (("h", b"1"),), 7), failed)
             self.kafka.write(NAMES.dead, offset % 4, [copy, Record(b"foreign", b"")], None)
 
@@ -139,7 +139,7 @@ async def test_retry_needs_the_retry_topic(operator: Operator) -> None:
 async def test_steps_count_what_waits(operator: Operator) -> None:
     due_ms = round(time.time() * 1000) + 60_000
     waiting = [
-        make_copy(Record(b"k", b""), Failed(Source("orders", 0, n), 1, due_ms + n, ""))
+        make_copy(Record(b"k", b""), Failed(MessageSource("orders", 0, n), 1, due_ms + n, ""))
         for n in range(5)
     ]
     operator.kafka.write(NAMES.retry, 2, waiting, None)
@@ -161,7 +161,9 @@ async def test_dead_letter_that_lacks_its_value(operator: Operator, obstacle: st
         original = structs.replace(original, value=b"y")
     operator.kafka.write("orders", 0, [original], None)
     message = structs.replace(original, value=None)
-    failed = Failed(Source("orders", 0, 0), 3, 5, "no stock", left_out=LeftOut("value", 5000))
+    failed = Failed(
+        MessageSource("orders", 0, 0), 3, 5, "no stock", left_out=LeftOut("value", 5000)
+    )
     operator.kafka.write(NAMES.dead, 0, [make_copy(message, failed)], None)
     view = await operator.groups.view("stock")
     (letter,) = await dead_letters(operator.door, view, 1)

@@ -18,7 +18,7 @@ from txbroker.core.encoding import (
 )
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import RECORD_VERSION, Claim, Record
-from txbroker.core.snapshot import SLOTS, Capture, chunk_key, closing_key
+from txbroker.core.snapshot import SLOTS, SnapshotCapture, chunk_key, closing_key
 from txbroker.door.own_topics import OTHER_PRODUCER, OUTSIDE, SHOWN_MAX, CheckpointScan
 from txbroker.door.protocols import Claimed, Door, PromotionTxn
 from txbroker.errors import InvariantBroken, NewerRecord
@@ -141,7 +141,7 @@ def test_snapshot_records_existing_checkpoint(turn_op: int) -> None:
     ledger = Ledger(0, 1000)
     ledger.op_committed = turn_op
     mine = new_claim()
-    written = [*Capture(ledger, "s", 0, RECORD_VERSION).records()]
+    written = [*SnapshotCapture(ledger, "s", 0, RECORD_VERSION).records()]
     records = [
         *[structs.replace(record, offset=40 + n) for n, record in enumerate(written)],
         structs.replace(encode_claim(mine), offset=50, producer=1),

@@ -11,15 +11,8 @@ import pytest
 from tests.kit.consuming import Fetching
 from tests.kit.kafka import now_ms
 from tests.kit.until import until
-from txbroker.core.records import Record
-from txbroker.door.consuming import (
-    EARLIEST,
-    LATEST,
-    ConsumingDoor,
-    OffsetMissing,
-    Partition,
-    TopicSpec,
-)
+from txbroker.core.records import Partition, Record
+from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, OffsetMissing, TopicSpec
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 
 DAY_MS = 24 * 60 * 60 * 1000

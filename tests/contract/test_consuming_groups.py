@@ -12,8 +12,8 @@ import pytest
 from tests.kit.consuming import TIMING, Consuming, shared
 from tests.kit.until import until
 from txbroker.core.consuming.position import StoredOffset
-from txbroker.core.records import Record
-from txbroker.door.consuming import ConsumingDoor, Partition
+from txbroker.core.records import Partition, Record
+from txbroker.door.consuming import ConsumingDoor
 from txbroker.door.writing import Copy, Fenced, Refused
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 

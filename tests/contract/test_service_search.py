@@ -32,7 +32,7 @@ def forget_all(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the proxy remember no settled transaction, as after the dedup window."""
     for owner in service.proxy.broker.partitions.open().values():
         monkeypatch.setattr(owner.ledger.index, "settled", SettledWindow())
-        monkeypatch.setattr(owner.api, "_id_clock", LogTime(owner.now_ms() + 24 * 3_600_000))
+        monkeypatch.setattr(owner.api, "_id_clock", LogTime(owner.clock.now_ms() + 24 * 3_600_000))
 
 
 def ids(found: tuple[list[Json], int]) -> set[str]:

@@ -16,14 +16,14 @@ from txbroker.core.consuming.aside import (
     release_record,
     staged_record,
 )
-from txbroker.core.consuming.copies import Failed, Source, make_copy
+from txbroker.core.consuming.copies import Failed, MessageSource, make_copy
 from txbroker.core.records import Record
 
 MINE = ("orders", 3)
 
 
-def source(offset: int, partition: int = 3) -> Source:
-    return Source("orders", partition, offset)
+def source(offset: int, partition: int = 3) -> MessageSource:
+    return MessageSource("orders", partition, offset)
 
 
 def copy(key: bytes | None, offset: int, partition: int = 3) -> Record:

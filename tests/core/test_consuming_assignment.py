@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txbroker.core.consuming.assignment import Partition, Subscription, assign
+from txbroker.core.consuming.assignment import Subscription, assign
+from txbroker.core.records import Partition
 
 TOPICS = "abc"
 names = st.text("uvwxyz", min_size=1, max_size=2)

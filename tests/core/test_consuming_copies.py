@@ -8,7 +8,7 @@ from txbroker.core.consuming.copies import (
     DEAD_PARTITIONS,
     Failed,
     GroupTopics,
-    Source,
+    MessageSource,
     make_copy,
     message_id,
     parse_source,
@@ -17,7 +17,7 @@ from txbroker.core.consuming.copies import (
 )
 from txbroker.core.records import Header, Record
 
-SOURCE = Source("orders", 3, 42)
+SOURCE = MessageSource("orders", 3, 42)
 RECORD = Record(b"k", b"v", (("trace", b"1"), ("trace", None)), timestamp_ms=5)
 PROMOTED: tuple[Header, ...] = (
     ("txb-id", b"tx"),

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 from txbroker.core.consuming.lifecycle import RULES, MessageEvent, MessageState
 from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.position import Position, decode_metadata
-from txbroker.core.consuming.progress import Progress
+from txbroker.core.consuming.progress import PartitionProgress
 from txbroker.core.consuming.queues import Lane, Queues, StopReason
 from txbroker.core.records import Record
 
@@ -56,7 +56,7 @@ class Model(RuleBasedStateMachine):
     @initialize(before=st.booleans(), start=st.integers(0, 5))
     def begin(self, before: bool, start: int) -> None:
         self.queues: Queues[Any] = Queues()
-        progress = Progress()
+        progress = PartitionProgress()
         progress.begin_at(Position(start))
         self.partition = PartitionState(PLACE, self.queues, Forever(), progress, before=before)
         self.before, self.start, self.end, self.now = before, start, start, 0.0

@@ -13,7 +13,7 @@ from tests.faults.consuming.judge import later_position, position
 from txbroker.core.consuming.position import (
     METADATA_LENGTH_MAX,
     ForeignMetadata,
-    Later,
+    LaterPosition,
     Metadata,
     Position,
     Starts,
@@ -102,7 +102,7 @@ def test_ranges_that_fit_only_compressed(seed: int) -> None:
         first = at + rng.randint(1, gap_max)
         at = first + rng.randint(1, gap_max)
         ranges.append((first, at))
-    later = rng.choice((None, Later(3), Later(3, ((5, 6), (8, 9)))))
+    later = rng.choice((None, LaterPosition(3), LaterPosition(3, ((5, 6), (8, 9)))))
     metadata = Metadata(10**17, "f" * 32, 1000, tuple(ranges), later, Starts(rng.randrange(2)))
     text, left_out = encode_metadata(7, metadata)
     assert (decode_metadata(7, text), left_out) == (metadata, 0)
@@ -161,8 +161,8 @@ def test_foreign_metadata(text: str, newer: bool) -> None:
 
 
 @pytest.mark.parametrize("starts", [Starts(), Starts(1), Starts(3, 10**12, 0), Starts(12, 0, 7)])
-@pytest.mark.parametrize("later", [None, Later(2), Later(1, ((3, 4),))])
-def test_starts(starts: Starts, later: Later | None) -> None:
+@pytest.mark.parametrize("later", [None, LaterPosition(2), LaterPosition(1, ((3, 4),))])
+def test_starts(starts: Starts, later: LaterPosition | None) -> None:
     metadata = Metadata(7, "ab", 3, ((9, 11),), later, starts)
     text, left_out = encode_metadata(5, metadata)
     assert (decode_metadata(5, text), left_out) == (metadata, 0)

@@ -19,7 +19,7 @@ from tests.kit.logs import (
     picture,
     replayed,
 )
-from txbroker.core.ledger import WAITING_SWEEP_MIN, Effect, Gap, Ledger
+from txbroker.core.ledger import WAITING_SWEEP_MIN, Effect, Ledger, LogGap
 from txbroker.core.records import Record, State
 
 
@@ -112,12 +112,12 @@ def test_a_record_out_of_line_is_a_gap() -> None:
         logs.prepare(half_of(id_of(number)), START_MS)
         logs.mark(marker_of("commit", id_of(number)), START_MS)
     ledger = new_ledger()
-    with pytest.raises(Gap):
+    with pytest.raises(LogGap):
         ledger.apply_half(logs.half.records[1])
-    with pytest.raises(Gap):
+    with pytest.raises(LogGap):
         ledger.apply_op(logs.op.records[1])
     ledger.apply_half(logs.half.records[0])
-    with pytest.raises(Gap):
+    with pytest.raises(LogGap):
         ledger.apply_half(logs.half.records[0])
     assert (ledger.half_position, ledger.op_position) == (1, 0)
 
@@ -132,7 +132,7 @@ def test_offsets_that_hold_no_record_are_no_gap(position: int, fits: bool) -> No
         if fits:
             assert apply(record).effect is Effect.VOID
         else:
-            with pytest.raises(Gap):
+            with pytest.raises(LogGap):
                 apply(record)
     assert (ledger.half_position, ledger.op_position) == ((4, 4) if fits else (position,) * 2)
 
@@ -143,7 +143,7 @@ def test_offsets_after_the_last_record_are_skipped(position: int, to: int | None
     ledger.start_at(position, position)
     for skip in (ledger.skip_half, ledger.skip_op):
         if to is None:
-            with pytest.raises(Gap):
+            with pytest.raises(LogGap):
                 skip(range(1, 3))
         else:
             skip(range(1, 3))

@@ -24,7 +24,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.routing import make_id
-from txbroker.core.snapshot import Capture
+from txbroker.core.snapshot import SnapshotCapture
 from txbroker.core.transaction import Transaction, fingerprint, places
 
 START_MS = 1_700_000_000_000
@@ -78,7 +78,7 @@ def _state(ledger: Ledger) -> dict[str, object]:
 
 
 def _snapshot(ledger: Ledger) -> list[Record]:
-    return list(Capture(ledger, "one", 0, RECORD_VERSION).records())
+    return list(SnapshotCapture(ledger, "one", 0, RECORD_VERSION).records())
 
 
 PROGRAMS = 150
@@ -269,7 +269,9 @@ def test_run_equals_its_records_one_by_one() -> None:
             program.at_ms += program.random.choice([-2000, 0, 1, 60, 200, 5000])
             captures = None
             if program.random.random() < 0.1:
-                captures = [Capture(each, "one", 0, RECORD_VERSION) for each in (runs, single)]
+                captures = [
+                    SnapshotCapture(each, "one", 0, RECORD_VERSION) for each in (runs, single)
+                ]
             rows, last = program.run()
             if isinstance(rows[0], HalfRow):
                 outcomes = runs.apply_halves(rows, runs.half_position, program.at_ms)  # type: ignore[arg-type]

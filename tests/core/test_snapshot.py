@@ -46,7 +46,7 @@ from txbroker.core.settled import SHOWN_MAX
 from txbroker.core.snapshot import (
     CHUNK_BYTES,
     CLOSING_KEYS,
-    Capture,
+    SnapshotCapture,
     chunks_in,
     find_whole,
     load,
@@ -97,7 +97,7 @@ def end_of(transaction: Transaction) -> tuple[object, ...]:
 
 def capture(ledger: Ledger, id: str = "one", slot: int = 0) -> list[Record]:
     """Return the records of a snapshot that is taken at once."""
-    return list(Capture(ledger, id, slot, RECORD_VERSION).records())
+    return list(SnapshotCapture(ledger, id, slot, RECORD_VERSION).records())
 
 
 def loaded(records: list[Record]) -> Ledger:
@@ -170,7 +170,7 @@ def test_a_snapshot_and_the_rest_are_a_replay(logs: Logs, seed: int) -> None:
             if number == begin:
                 clock_ms = ledger.half_clock_ms
                 expected_promoted, expected_refused = list(promoted), list(refused)
-                taken = Capture(ledger, "one", 0, RECORD_VERSION).records()
+                taken = SnapshotCapture(ledger, "one", 0, RECORD_VERSION).records()
             for id in list(ledger.index.ready):
                 turn = chance.choice(["", "", "promote", "refuse"])
                 if turn == "promote":
@@ -232,7 +232,7 @@ def test_the_greatest_positions_count_not_the_last_written() -> None:
 
 def test_a_newer_version_does_not_count() -> None:
     ledger = many()
-    records = list(Capture(ledger, "one", 0, RECORD_VERSION + 1).records())
+    records = list(SnapshotCapture(ledger, "one", 0, RECORD_VERSION + 1).records())
     assert find_whole(records) == []
     assert find_whole(records + capture(ledger, "two", 1))[0].closing.snapshot == "two"
 
@@ -241,7 +241,7 @@ def test_what_the_slot_held_before_is_removed() -> None:
     logs = Logs()
     before = capture(many(20, logs))
     assert chunks_in(0, before) == 10
-    taken = Capture(many(), "two", 0, RECORD_VERSION, chunks_in(0, before))
+    taken = SnapshotCapture(many(), "two", 0, RECORD_VERSION, chunks_in(0, before))
     after = list(taken.records())
     assert len(taken.superfluous()) == 7
     newest = {record.key: record for record in before + after + taken.superfluous()}
@@ -263,7 +263,9 @@ def test_each_segment_of_settled_ones_is_stored_once(monkeypatch: pytest.MonkeyP
             logs.mark(marker_of("rollback", id_of(number), group="g"), START_MS + number)
         apply_all(ledger, logs, 5 * round_number + 5, 5 * round_number + 5)
         stored = segments_in(topic.values())
-        taken = Capture(ledger, f"{round_number}", round_number % 2, RECORD_VERSION, 0, stored)
+        taken = SnapshotCapture(
+            ledger, f"{round_number}", round_number % 2, RECORD_VERSION, 0, stored
+        )
         for record in taken.records():
             topic[record.key] = record
             written += [record.key] if b"settled" in (record.key or b"") else []
@@ -330,7 +332,7 @@ def test_forgetting_goes_by_segments_and_spares_what_is_held() -> None:
 
 def test_an_abandoned_capture_is_in_nobodys_way() -> None:
     ledger = many()
-    taken = Capture(ledger, "one", 0, RECORD_VERSION)
+    taken = SnapshotCapture(ledger, "one", 0, RECORD_VERSION)
     next(taken.records())
     taken.abandon()
     assert ledger.watcher is None
@@ -416,7 +418,7 @@ def prepared(count: int, logs: Logs | None = None, *, dedup: bool = False) -> tu
 
 
 def begun(ledger: Ledger) -> Iterator[Record]:
-    return Capture(ledger, "one", 0, RECORD_VERSION).records()
+    return SnapshotCapture(ledger, "one", 0, RECORD_VERSION).records()
 
 
 # --- bounds of a capture ---------------------------------------------------------------------
@@ -573,11 +575,11 @@ def test_what_is_forgotten_while_it_is_taken_is_in_it() -> None:
 
 def test_only_one_at_a_time() -> None:
     _, ledger = prepared(1)
-    first = Capture(ledger, "one", 0, RECORD_VERSION)
+    first = SnapshotCapture(ledger, "one", 0, RECORD_VERSION)
     with pytest.raises(ValueError, match="one snapshot at a time"):
-        Capture(ledger, "two", 1, RECORD_VERSION)
+        SnapshotCapture(ledger, "two", 1, RECORD_VERSION)
     first.abandon()
-    assert list(Capture(ledger, "two", 1, RECORD_VERSION).records())
+    assert list(SnapshotCapture(ledger, "two", 1, RECORD_VERSION).records())
 
 
 # --- what it leaves --------------------------------------------------------------------------
@@ -600,9 +602,12 @@ def test_the_newest_version_of_a_chunk_counts_as_well() -> None:
     records = capture(ledger)
     chunk, closing = records
     assert find_whole([chunk, closing])
-    newer = Capture(prepared(1)[1], "one", 0, RECORD_VERSION + 1).records()
+    newer = SnapshotCapture(prepared(1)[1], "one", 0, RECORD_VERSION + 1).records()
     forged = structs.replace(closing, value=_digest_of(next(newer).value, closing.value))
-    assert find_whole([next(Capture(ledger, "one", 0, RECORD_VERSION + 1).records()), forged]) == []
+    assert (
+        find_whole([next(SnapshotCapture(ledger, "one", 0, RECORD_VERSION + 1).records()), forged])
+        == []
+    )
 
 
 def _digest_of(chunk: bytes | None, closing: bytes | None) -> bytes:

@@ -19,7 +19,7 @@ from txbroker.contract.service import CheckCounts, CheckReport, GroupChecks, Gro
 from txbroker.core.records import Record
 from txbroker.door.own_topics import Stop
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.kafka.door.repair import Found
+from txbroker.kafka.door.repair import StoppingRecord
 from txbroker.kafka.protocol.codes import Code
 from txbroker.kafka.tools.examination import BrokerFacts, OpenTransaction, PartitionCopies
 
@@ -243,7 +243,7 @@ async def test_records_of_other_clients_are_a_warning(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop = Stop("parked", Record(b"k", b"v", offset=7), "set_aside", "junk", "nothing")
-    world.kafka.foreign = [Found("txbroker.parked", 2, stop)]
+    world.kafka.foreign = [StoppingRecord("txbroker.parked", 2, stop)]
     assert await world.seen("topics-foreign") == (WARNING, ("txbroker.parked/2@7: junk",))
     monkeypatch.setattr(checks_kafka, "SCAN_S", 0.0)
     monkeypatch.setattr(world.kafka, "set_aside", asyncio.Event().wait)

@@ -16,7 +16,7 @@ import pytest
 
 from txbroker.cli.demo.command import EXPECTED
 from txbroker.cli.demo.comparison import compare
-from txbroker.cli.demo.shop import Order, messages_of
+from txbroker.cli.demo.shop import ShopOrder, messages_of
 from txbroker.core.records import Record
 from txbroker.kafka.tools.consumers import Seen
 
@@ -44,10 +44,10 @@ def test_the_database_and_kafka_agree(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-ORDER = Order("A-1", "lamp", 40)
+ORDER = ShopOrder("A-1", "lamp", 40)
 
 
-def visible(order: Order) -> list[Seen]:
+def visible(order: ShopOrder) -> list[Seen]:
     """Return the messages of an order as a consumer sees them."""
     return [
         Seen(message.topic, 0, Record(message.key, message.value)) for message in messages_of(order)
@@ -68,7 +68,7 @@ def visible(order: Order) -> list[Seen]:
     ],
     ids="same none lost invented half doubled other-content one-doubled".split(),  # noqa: SIM905
 )
-def test_every_difference_is_found(orders: list[Order], seen: list[Seen], agree: bool) -> None:
+def test_every_difference_is_found(orders: list[ShopOrder], seen: list[Seen], agree: bool) -> None:
     lines = compare({"A-1": "commits"}, orders, seen)
     assert [(line.number, line.agree) for line in lines] == [("A-1", agree)]
 

@@ -18,7 +18,7 @@ from txbroker.cli.demo.stage import Timeline
 from txbroker.cli.run import CommandFailed
 from txbroker.consumer import ReceivedMessage
 from txbroker.core.consuming.aside import clearance_record, release_record
-from txbroker.core.consuming.copies import Failed, Source, make_copy
+from txbroker.core.consuming.copies import Failed, MessageSource, make_copy
 from txbroker.core.records import Record
 from txbroker.embedded import EmbeddedKafka
 from txbroker.kafka.tools.consumers import Seen
@@ -126,10 +126,10 @@ def test_empty_topics_are_a_difference() -> None:
 
 def test_cleared_copies_are_not_set_aside() -> None:
     copies = [
-        make_copy(Record(POISONED, b"%d" % offset), Failed(Source("t", 1, offset), 3))
+        make_copy(Record(POISONED, b"%d" % offset), Failed(MessageSource("t", 1, offset), 3))
         for offset in (4, 7)
     ]
-    cleared = clearance_record(Source("t", 1, 4), POISONED, 1)
-    release = release_record(Source("t", 1, 0), POISONED, "why")
+    cleared = clearance_record(MessageSource("t", 1, 4), POISONED, 1)
+    release = release_record(MessageSource("t", 1, 0), POISONED, "why")
     seen = [Seen("aside", 0, record) for record in (*copies, release, cleared)]
     assert set_aside(seen) == [OrderMessage(POISONED, 1, 7, b"7")]

@@ -62,7 +62,7 @@ class Proxy(Observed):
         self.silent_ms: int | None = None
         self.owner: Any = SimpleNamespace(
             partition=0, ledger=SimpleNamespace(index=self.index), rates=self.rates,
-            suspended_since_ms=None, now_ms=self.now_ms,
+            suspended_since_ms=None, clock=SimpleNamespace(now_ms=self.now_ms),
             kafka=SimpleNamespace(silent_since_ms=lambda now_ms: self.silent_ms),
         )  # fmt: skip
         self.owners = [self.owner]

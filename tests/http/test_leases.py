@@ -23,9 +23,9 @@ from txbroker.checkers.leases import (
     LeaseChannel,
     LeaseGranted,
     LeaseRequest,
-    Leases,
     PeerIdentity,
     PeerSessions,
+    SessionLeases,
 )
 from txbroker.checkers.sessions import SessionChannel, SessionRegistry
 from txbroker.contract.frames import CheckAnswer, CheckQuestion
@@ -207,7 +207,7 @@ async def test_lost_lease_was_not_asked(
 
 async def test_lease_expires() -> None:
     sessions = SessionRegistry(open_checks_max=1)
-    leases = Leases(sessions, lease_s=0.05)
+    leases = SessionLeases(sessions, lease_s=0.05)
     session = Asked(sessions, "pod-1")
     granted = leases.take(LeaseRequest("orders"))
     assert granted is not None
@@ -222,7 +222,7 @@ async def test_lease_expires() -> None:
 
 async def test_lease_is_valid_for_one_question() -> None:
     sessions = SessionRegistry()
-    leases = Leases(sessions)
+    leases = SessionLeases(sessions)
     Asked(sessions, "pod-1", CheckAnswer(0, Decision.COMMIT))
     granted = leases.take(LeaseRequest("orders"))
     assert granted is not None
@@ -232,7 +232,7 @@ async def test_lease_is_valid_for_one_question() -> None:
 
 async def test_leases_are_bounded() -> None:
     sessions = SessionRegistry()
-    leases = Leases(sessions, leases_max=3)
+    leases = SessionLeases(sessions, leases_max=3)
     Asked(sessions, "pod-1")
     taken = [leases.take(LeaseRequest("orders")) for _ in range(5)]
     assert [each is not None for each in taken] == [True] * 3 + [False] * 2

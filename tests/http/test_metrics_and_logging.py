@@ -304,9 +304,7 @@ class HeldLedger:
 @dataclass(eq=False)
 class HeldOwner:
     ledger: HeldLedger = field(default_factory=HeldLedger)
-
-    def now_ms(self) -> int:
-        return NOW_MS
+    clock: Any = field(default_factory=lambda: SimpleNamespace(now_ms=lambda: NOW_MS))
 
 
 @dataclass

@@ -19,7 +19,7 @@ from tests.kit.until import until
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client, NotSent, Unanswered
-from txbroker.kafka.client.connection import Connection, open_connection
+from txbroker.kafka.client.connection import BrokerConnection, open_connection
 from txbroker.kafka.protocol.encoder import Request
 from txbroker.kafka.protocol.schemas import EndTxnV0, MetadataV5, metadata
 
@@ -66,13 +66,11 @@ def over(number: int, code: int = 0) -> bytes:
 
 
 @asynccontextmanager
-async def connected(timeout_s: float = 60.0) -> AsyncIterator[tuple[Broker, Connection]]:
+async def connected(timeout_s: float = 60.0) -> AsyncIterator[tuple[Broker, BrokerConnection]]:
     broker = Broker()
     server = await asyncio.start_server(broker.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    connection = await open_connection(
-        "127.0.0.1", port, request_timeout_ms=round(timeout_s * 1000), max_idle_ms=60_000
-    )
+    connection = await open_connection("127.0.0.1", port, request_timeout_s=timeout_s, idle_s=60.0)
     try:
         async with asyncio.timeout(30.0):
             yield broker, connection
@@ -243,7 +241,7 @@ async def test_failed_request_without_a_waiter_leaves_no_error(
 async def test_cause_of_broken_connection_is_named() -> None:
     async with connected() as (broker, connection):
 
-        async def opener(*_: Any, **__: Any) -> Connection:
+        async def opener(*_: Any, **__: Any) -> BrokerConnection:
             return connection
 
         client = client_of(opener, 1)
@@ -335,7 +333,7 @@ async def test_waiters_share_next_attempt_after_cancelled_one() -> None:
 
     async with connected() as (_, connection):
 
-        async def opener(*_: Any, **__: Any) -> Connection:
+        async def opener(*_: Any, **__: Any) -> BrokerConnection:
             nonlocal attempts
             attempts += 1
             await silent.wait()

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from txbroker.core.records import Record
-from txbroker.door.writing import Partition, Unknown
+from txbroker.core.records import Partition, Record
+from txbroker.door.writing import Unknown
 from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Unanswered
 from txbroker.kafka.client.producer import Producer
 from txbroker.kafka.client.settings import KafkaSettings

@@ -14,8 +14,8 @@ from tests.kafka.relay import Fate, Relay, fates
 from tests.kafka.test_foreign_batches import CODECS, raw
 from tests.kit.kafka import KafkaHarness
 from tests.kit.until import until
-from txbroker.core.records import Record
-from txbroker.door.consuming import OffsetMissing, Partition
+from txbroker.core.records import Partition, Record
+from txbroker.door.consuming import OffsetMissing
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import fetcher as fetcher_module
 from txbroker.kafka.client.client import Client

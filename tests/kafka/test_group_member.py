@@ -17,7 +17,7 @@ from tests.kit.kafka import KafkaHarness
 from tests.kit.topic_reader import admin_of
 from tests.kit.until import until
 from txbroker.core.consuming.position import StoredOffset
-from txbroker.door.consuming import Partition
+from txbroker.core.records import Partition
 from txbroker.door.writing import Fenced
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.client import Client, Opener

@@ -23,8 +23,7 @@ from tests.kit.kafka import KafkaHarness
 from tests.kit.until import until
 from txbroker import failpoints
 from txbroker.core.consuming.position import StoredOffset
-from txbroker.core.records import Record
-from txbroker.door.consuming import Partition
+from txbroker.core.records import Partition, Record
 from txbroker.door.writing import Copy, Fenced, Refused
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.client import GROUP, Client, Unanswered

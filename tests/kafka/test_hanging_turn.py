@@ -16,9 +16,8 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from tests.kafka.small_turns import claim, keys, progress, write
 from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaHarness
 from txbroker.core.encoding import encode_progress
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
 from txbroker.door.protocols import Hanging
-from txbroker.door.writing import Partition
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.producer import BatchRefused, Producer
 from txbroker.kafka.protocol.batch import batch_body

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
+from txbroker.core.records import Partition
 from txbroker.door.protocols import LogTruncated
-from txbroker.door.writing import Partition
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import leaders
 from txbroker.kafka.client.client import Client, KafkaRefused, Unanswered

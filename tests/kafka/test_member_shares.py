@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from txbroker.core.routing import OwnedPartitions, assign, resolve_conflicts
 from txbroker.kafka.protocol.generation import (
     GroupAssignment,
-    GroupMember,
+    ListedProxy,
     MemberMetadata,
     PreviousAssignment,
     SelfMetadata,
@@ -172,7 +172,7 @@ def test_assignment_names_all_owners() -> None:
 
 def test_own_data_override_assignment() -> None:
     group = GroupAssignment(
-        [GroupMember("a", "old", 3, [(0, 4)]), GroupMember("b", "ub", 3, [(1, 1)])], 3
+        [ListedProxy("a", "old", 3, [(0, 4)]), ListedProxy("b", "ub", 3, [(1, 1)])], 3
     )
     known = assignment(4, {0, 1, 99}, group, SelfMetadata("a", "new", 2))
     assert known.mine == {0, 1}
@@ -182,7 +182,7 @@ def test_own_data_override_assignment() -> None:
 
 
 def test_assignment_with_old_metadata_is_outdated() -> None:
-    group = GroupAssignment([GroupMember("a", "ua", 3, [])], 3)
+    group = GroupAssignment([ListedProxy("a", "ua", 3, [])], 3)
     assert not is_outdated(group, SelfMetadata("a", "ua", 3))
     assert is_outdated(group, SelfMetadata("a", "ub", 3))
     assert is_outdated(group, SelfMetadata("a", "ua", 2))

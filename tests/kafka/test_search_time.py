@@ -8,7 +8,7 @@ from tests.kit.kafka import KafkaHarness, now_ms
 from txbroker.core.encoding import encode_contents, encode_half, encode_marker
 from txbroker.core.records import RECORD_VERSION, Half, Marker, MarkerKind, Message, Record
 from txbroker.core.routing import make_id
-from txbroker.core.terms import Terms
+from txbroker.core.terms import SearchTerms
 from txbroker.proxy.partition.scan import PAGE_S, Cursor, Layer, search_topic
 
 COUNT, BATCH = 1_000_000, 5_000
@@ -39,7 +39,7 @@ async def test_million_records_are_searched_in_time(world: KafkaHarness) -> None
         cursor: Cursor | None = Cursor()
         while cursor is not None:
             began_s = time.monotonic()
-            terms = Terms(topic="orders", key=key)
+            terms = SearchTerms(topic="orders", key=key)
             page = await search_topic(logs.half, logs.op, layer, terms, cursor)
             page_s = time.monotonic() - began_s
             took_s, longest_s = took_s + page_s, max(longest_s, page_s)

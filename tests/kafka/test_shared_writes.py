@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from aiokafka.errors import IncompatibleBrokerVersion, KafkaConnectionError
 
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
 from txbroker.door.protocols import Appended, AppendRefused, AppendUnknown
-from txbroker.door.writing import Partition
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client import shared_writes
 from txbroker.kafka.client.client import Client, NotSent, Unanswered

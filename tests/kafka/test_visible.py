@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from txbroker.core.records import Partition
 from txbroker.door.protocols import NotVisible
-from txbroker.door.writing import Partition
 from txbroker.kafka.client.client import Client, Unanswered
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door import stable_offset as visible

@@ -11,7 +11,13 @@ from tests.kit.processing import Doors
 from tests.kit.until import until
 from txbroker.consumer import CommitPolicy, Consumer, ReceivedMessage
 from txbroker.core.consuming.aside import release_record
-from txbroker.core.consuming.copies import ASIDE_PARTITIONS, Failed, Source, read_copy, spread
+from txbroker.core.consuming.copies import (
+    ASIDE_PARTITIONS,
+    Failed,
+    MessageSource,
+    read_copy,
+    spread,
+)
 from txbroker.core.consuming.position import Metadata, decode_metadata
 from txbroker.core.records import Record
 from txbroker.testing.memory import MemoryKafka
@@ -96,7 +102,7 @@ class World:
 
     def release(self, key: bytes | None, offset: int = 0, partition: int = 0) -> None:
         """Release a set-aside key, as an operator does."""
-        source = Source("orders", partition, offset)
+        source = MessageSource("orders", partition, offset)
         number = spread(source[:2], ASIDE_PARTITIONS)
         record = release_record(source, key, "checked")
         self.kafka.write(f"txbroker.aside.{GROUP}", number, [record], None)

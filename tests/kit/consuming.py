@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from tests.kit.until import until
-from txbroker.core.records import Record
-from txbroker.door.consuming import ConsumingDoor, Fetcher, GroupMember, Partition
+from txbroker.core.records import Partition, Record
+from txbroker.door.consuming import ConsumingDoor, Fetcher, GroupMember
 from txbroker.errors import KafkaUnavailable
 
 TIMING = {"session_s": 6.0, "heartbeat_s": 0.2, "lease_s": 3.0}

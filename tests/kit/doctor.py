@@ -21,7 +21,7 @@ from txbroker.contract.service import GroupOverview, Overview, PartitionOverview
 from txbroker.diagnosis.limits import DiagnosisLimits
 from txbroker.door.consuming import TopicSpec
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.door.repair import Found
+from txbroker.kafka.door.repair import StoppingRecord
 from txbroker.kafka.door.topics import Plan, contradictions, own_plan, wanted_topics
 from txbroker.kafka.tools.examination import (
     BrokerFacts,
@@ -78,7 +78,7 @@ class FakeKafka:
         self.newest = {("txbroker.half", n): NOW_MS - ago for n, ago in enumerate((10, 60_000, -9))}
         self.later: dict[tuple[str, int], int] = {}
         self.open: list[OpenTransaction] = []
-        self.foreign: list[Found] = []
+        self.foreign: list[StoppingRecord] = []
         self.news: dict[str, bytes] = {}
         self.asked: list[list[str]] = []
 
@@ -115,7 +115,7 @@ class FakeKafka:
         self._fail()
         return own_plan(self.settings, len(self.nodes), found, None)
 
-    async def set_aside(self) -> list[Found]:
+    async def set_aside(self) -> list[StoppingRecord]:
         self._fail()
         return self.foreign
 

@@ -14,7 +14,7 @@ from tests.kit.consumer_world import GROUP, text
 from tests.kit.until import until
 from txbroker import failpoints
 from txbroker.consumer import InDatabase, ReceivedMessage
-from txbroker.consumer.stores.transaction import Transaction
+from txbroker.consumer.stores.transaction import ResultTransaction
 from txbroker.databases import MariaDB, Postgres, SQLite
 from txbroker.databases.database import Database, steps_in_transaction
 from txbroker.databases.kept import KeptTable
@@ -133,14 +133,14 @@ class Shop:
 
     def claims_before(self, monkeypatch: pytest.MonkeyPatch, when: Callable[[], bool]) -> None:
         """Take the partition over before transactions of plain handlers begin."""
-        handled = Transaction.run
+        handled = ResultTransaction.run
 
-        def run(transaction: Transaction, session: PlainSession) -> int | None:
+        def run(transaction: ResultTransaction, session: PlainSession) -> int | None:
             if when():
                 self.claim()
             return handled(transaction, session)
 
-        monkeypatch.setattr(Transaction, "run", run)
+        monkeypatch.setattr(ResultTransaction, "run", run)
 
 
 class Booking:

@@ -19,7 +19,7 @@ from tests.lint.package import ROOT, committed, name_of, nodes, tree
 from txbroker.cli.main import cli
 from txbroker.config.settings import Settings
 from txbroker.consumer.statistics import METRICS
-from txbroker.contract.service import PartitionState
+from txbroker.contract.service import HalfPartitionState
 from txbroker.kafka.protocol.copies import _CAUSES as CAUSES
 from txbroker.proxy.observe.metrics import Metrics
 from txbroker.relay.metrics import METRICS as RELAY_METRICS
@@ -197,10 +197,10 @@ def test_environment_variables_in_pages_exist() -> None:
 def test_partition_states_are_explained() -> None:
     page = (DOCS / "how-to/run-several-proxies.md").read_text()
     runbook = (DOCS / "runbooks/TxBrokerNotReady.md").read_text()
-    assert [state for state in PartitionState if f"`{state}`" not in page] == []
-    well = {PartitionState.OWNED, PartitionState.ELSEWHERE}
+    assert [state for state in HalfPartitionState if f"`{state}`" not in page] == []
+    well = {HalfPartitionState.OWNED, HalfPartitionState.ELSEWHERE}
     assert [
-        each for each in PartitionState if f"`{each}`" not in runbook and each not in well
+        each for each in HalfPartitionState if f"`{each}`" not in runbook and each not in well
     ] == []
 
 

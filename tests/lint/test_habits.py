@@ -98,6 +98,16 @@ def test_classes_have_few_methods() -> None:
     )
 
 
+def test_class_names_have_one_meaning() -> None:
+    places: dict[str, list[str]] = {}
+    for _, place, node in classes():
+        places.setdefault(node.name, []).append(place)
+    compare(
+        "classes with the name",
+        (Measured(name, len(found), ", ".join(found)) for name, found in places.items()),
+    )
+
+
 def attributes(node: ast.ClassDef) -> set[str]:
     """Return the attributes of `self` that the functions of a class assign."""
     return {

@@ -29,7 +29,7 @@ from txbroker.contract.signing import sign
 from txbroker.core import encoding, records
 from txbroker.core.ledger import Ledger, transaction_of
 from txbroker.core.routing import make_id
-from txbroker.core.snapshot import Capture
+from txbroker.core.snapshot import SnapshotCapture
 from txbroker.errors import request_errors
 from txbroker.proxy.cluster.views import LogNames, view_of
 from txbroker.proxy.http.api import operations
@@ -246,7 +246,7 @@ def snapshots() -> Iterator[str]:
         for record in encoding.encode_half(half):
             placed = msgspec.structs.replace(record, offset=ledger.half_position, timestamp_ms=9)
             ledger.apply_half(placed)
-    yield from _shown("snapshot", Capture(ledger, "s", 0, records.LOG_VERSION).records())
+    yield from _shown("snapshot", SnapshotCapture(ledger, "s", 0, records.LOG_VERSION).records())
 
 
 def exchanged() -> Iterator[str]:

@@ -28,7 +28,7 @@ from tests.rules.harness import (
 from txbroker.contract.service import PrepareRequest
 from txbroker.core.encoding import encode_progress
 from txbroker.core.records import Half, Message, Record, State
-from txbroker.core.snapshot import Capture, find_whole
+from txbroker.core.snapshot import SnapshotCapture, find_whole
 from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle
 from txbroker.door.writing import Unknown
 from txbroker.errors import BodyLost, KafkaUnavailable
@@ -436,15 +436,15 @@ async def test_retention_under_older_proxy_stops_nothing(harness: Harness) -> No
 
 async def older(harness: Harness) -> None:
     """Prepare a transaction, and write a snapshot without a time."""
-    made = Capture.__init__
+    made = SnapshotCapture.__init__
 
-    def without_time(self: Capture, *args: object) -> None:
+    def without_time(self: SnapshotCapture, *args: object) -> None:
         made(self, *args[:-1])  # type: ignore[arg-type]
 
     owner = await harness.owner()
     await harness.prepared(owner)
     with harness.monkeypatch.context() as patch:
-        patch.setattr(Capture, "__init__", without_time)
+        patch.setattr(SnapshotCapture, "__init__", without_time)
         assert await snapshot(owner)
     await owner.close()
 

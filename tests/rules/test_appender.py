@@ -59,7 +59,7 @@ async def held_up(harness: Harness, owner: PartitionOwner) -> tuple[Gate, list[S
 
 
 def _entries() -> list[object]:
-    return [each for each in gc.get_objects() if isinstance(each, appender._Entry)]
+    return [each for each in gc.get_objects() if isinstance(each, appender._QueuedRun)]
 
 
 async def test_failed_append_leaves_no_garbage(harness: Harness) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from txbroker.core.records import RECORD_VERSION, Checkpoint, Claim, Record
+from txbroker.core.records import RECORD_VERSION, Checkpoint, Claim, Partition, Record
 from txbroker.door.protocols import Claimed, Hanging, PartitionDoor, PromotionTxn
-from txbroker.door.writing import Copy, Fenced, Partition, Unknown
+from txbroker.door.writing import Copy, Fenced, Unknown
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.producer import Producer
 from txbroker.kafka.client.settings import KafkaSettings

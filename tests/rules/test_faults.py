@@ -129,7 +129,7 @@ async def test_requested_check_survives_previous_answer(harness: Harness) -> Non
     await answered(owner.checks, call, Answered(Decision.UNKNOWN))
     harness.runner.due_now.clear()
     harness.advance(1.1)
-    owner.clock_at_least(owner.now_ms())
+    owner.checks.look_again()
     await until(lambda: harness.runner.due_now, 2)
     assert await attempt(owner.checks, id, CheckReason.DUE) is not None
     assert [m.reason for m in harness.markers() if m.kind is MarkerKind.CHECK] == ["due", "asked"]
@@ -283,7 +283,7 @@ async def test_rejecting_own_topic_stops_partition(harness: Harness) -> None:
     harness.kafka.topics["txbroker.parked"].authorized = False
     for number in range(3):
         await until(lambda n=number: len(harness.runner.due_now) > n)  # type: ignore[misc]
-        await until(lambda: owner.now_ms() >= known(owner, id).next_check_ms())
+        await until(lambda: owner.clock.now_ms() >= known(owner, id).next_check_ms())
         while await attempt(owner.checks, id, CheckReason.DUE) is None:
             await asyncio.sleep(0.001)
         owner.checks.touch(known(owner, id))

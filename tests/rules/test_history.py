@@ -25,7 +25,7 @@ from txbroker.core.records import (
 )
 from txbroker.core.routing import make_id
 from txbroker.core.settled import summary_of, to_transaction
-from txbroker.core.terms import Terms
+from txbroker.core.terms import SearchTerms
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Appended, LogTruncated
 from txbroker.errors import KafkaUnavailable, NotFound, TooOld
@@ -340,7 +340,7 @@ async def test_target_offsets_are_read_back_or_named_as_gaps(gone: str) -> None:
     assert account.is_whole is (gone == "nothing")
 
 
-async def scanned(past: Past, terms: Terms, layer: Layer = Layer.HALF) -> list[str]:
+async def scanned(past: Past, terms: SearchTerms, layer: Layer = Layer.HALF) -> list[str]:
     """Return the ids of all pages of a scan of a topic."""
     found: list[str] = []
     cursor: Cursor | None = Cursor()
@@ -371,11 +371,11 @@ async def test_scan_reads_all_or_fails(trouble: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(past.half, "bounds", bounds)
     if trouble == "lost end":
         with pytest.raises(LogTruncated):
-            await scanned(past, Terms(group="g"))
+            await scanned(past, SearchTerms(group="g"))
         return
     if trouble == "retention":
         expected = {id for id in expected if past.offsets[id] >= 750}
-    assert set(await scanned(past, Terms(group="g"))) == expected
+    assert set(await scanned(past, SearchTerms(group="g"))) == expected
 
 
 async def test_scan_of_markers_begins_at_the_given_time() -> None:
@@ -385,7 +385,7 @@ async def test_scan_of_markers_begins_at_the_given_time() -> None:
     past.run(20)
     past.mark("commit", id, final)
     past.run(200)
-    terms = Terms(key=b"final", from_ms=past.half_ms - 60_000)
+    terms = SearchTerms(key=b"final", from_ms=past.half_ms - 60_000)
     past.op.read_records = 0
     assert await scanned(past, terms, Layer.OP) == [id]
     assert past.op.read_records < 1500
@@ -411,7 +411,7 @@ async def test_final_messages_of_a_void_commit_are_not_found(harness: Harness) -
     many = [(n, b"0/%d" % (1 << 50) if n == "txb-seq" else v) for n, v in record.headers]
     harness.zombie_op(structs.replace(record, headers=tuple(many)))
     for visible in (Patterns(), Patterns(["others"])):
-        found = await owner.scanner.page(Layer.OP, Terms(key=b"final"), Cursor(), visible)
+        found = await owner.scanner.page(Layer.OP, SearchTerms(key=b"final"), Cursor(), visible)
         assert [each.id for each in found.transactions] == [id] * visible.everything
         assert (found.unread, found.next) == (0, None)
 
@@ -422,7 +422,11 @@ async def test_lost_messages_may_match(harness: Harness) -> None:
     assert transaction is not None
     owner.ledger.index.evict(transaction)
     transaction.lost = True
-    for terms, unread in ((Terms(key=b"k"), 1), (Terms(key=b"other"), 0), (Terms(topic="t"), 0)):
+    for terms, unread in (
+        (SearchTerms(key=b"k"), 1),
+        (SearchTerms(key=b"other"), 0),
+        (SearchTerms(topic="t"), 0),
+    ):
         found = await owner.scanner.page(Layer.MEMORY, terms, Cursor(), Patterns())
         assert (len(found.transactions), found.unread) == (terms.key is None, unread), terms
         found = await owner.scanner.page(Layer.MEMORY, terms, Cursor(), Patterns(["others"]))
@@ -440,7 +444,7 @@ async def test_page_of_large_transactions_is_bounded(
         found: list[list[str]] = []
         cursor: Cursor | None = Cursor()
         while cursor is not None:
-            page = await owner.scanner.page(layer, Terms(key=b"k"), cursor, Patterns())
+            page = await owner.scanner.page(layer, SearchTerms(key=b"k"), cursor, Patterns())
             found.append([each.id for each in page.transactions])
             cursor = page.next
         assert [len(page) for page in found] == [1] * 5, layer
@@ -456,7 +460,7 @@ async def test_scan_of_memory_is_bounded_in_time(
     index, pages = owner.ledger.index.by_offset, []
     cursor: Cursor | None = Cursor()
     while cursor is not None:
-        page = await search_memory(index, owner.bodies, Terms(), cursor.seen, 0)
+        page = await search_memory(index, owner.bodies, SearchTerms(), cursor.seen, 0)
         pages.append([match.id for match in page.matches])
         cursor = page.next
     assert pages == [*[[id] for id in ids], []]

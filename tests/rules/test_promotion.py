@@ -22,7 +22,7 @@ from tests.rules.harness import (
     until,
 )
 from txbroker.core.promotion import PromotionLimits
-from txbroker.core.records import Cause, Checkpoint, Message, Record, State
+from txbroker.core.records import Cause, Checkpoint, Message, Partition, Record, State
 from txbroker.door.protocols import (
     Appended,
     AppendRefused,
@@ -31,10 +31,10 @@ from txbroker.door.protocols import (
     PromotionTxn,
     PromotionTxnHandle,
 )
-from txbroker.door.writing import Copy, Fenced, Partition, Unknown
+from txbroker.door.writing import Copy, Fenced, Unknown
 from txbroker.errors import BadTarget, KafkaUnavailable, Overloaded, TooLarge
 from txbroker.kafka.client.client import Client
-from txbroker.kafka.client.producer import Producer, ProducerFenced, Stored
+from txbroker.kafka.client.producer import Producer, ProducerFenced, StoredBatch
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.open_transactions import OpenTransactionGuard
 from txbroker.kafka.door.pipelined_writer import (
@@ -582,13 +582,13 @@ class FakeProducer:
 
     async def produce(
         self, batches: Mapping[Partition, Body], backoff: Backoff
-    ) -> dict[Partition, Stored]:
+    ) -> dict[Partition, StoredBatch]:
         self.log.append(f"{self.name} writes")
         await self.produce_now.wait()
         if self.produce_error is not None:
             raise self.produce_error
         self.log.append(f"{self.name} written")
-        return {partition: Stored(0, 0) for partition in batches}
+        return {partition: StoredBatch(0, 0) for partition in batches}
 
     async def end(self, *, commit: bool, backoff: Backoff) -> None:
         what = "commit" if commit else "abort"

@@ -21,7 +21,7 @@ from tests.rules.harness import (
     snapshot,
     until,
 )
-from txbroker.contract.service import PartitionState
+from txbroker.contract.service import HalfPartitionState
 from txbroker.core.encoding import encode_half, encode_kept
 from txbroker.core.promotion import PromotionLimits
 from txbroker.core.records import Claim, MarkerKind, ParkedCopy, Record, Source, State
@@ -273,9 +273,9 @@ async def test_hanging_claim_is_shown_until_it_succeeds(harness: Harness) -> Non
     harness.partition.claims.extend([hanging] * 3)
     id = await harness.committed(owner)
     await hangs.wait()
-    await until(lambda: owner.phase is PartitionState.HANGING)
+    await until(lambda: owner.phase is HalfPartitionState.HANGING)
     await until(lambda: harness.visible() == [id])
-    assert owner.phase is PartitionState.OWNED
+    assert owner.phase is HalfPartitionState.OWNED
     assert harness.events.failures.count("claim") == 3
 
 
@@ -286,7 +286,7 @@ async def test_hanging_claim_is_shown_until_it_succeeds(harness: Harness) -> Non
 async def test_suspended_owner_writes_nothing_and_resumes(harness: Harness) -> None:
     owner, id = await harness.new_pending()
     owner.suspend()
-    assert owner.phase is PartitionState.SUSPENDED
+    assert owner.phase is HalfPartitionState.SUSPENDED
     before = list(harness.partition.calls)
     with pytest.raises(OwnerUnavailable):
         await harness.prepared(owner)
@@ -308,7 +308,7 @@ async def test_suspended_owner_writes_nothing_and_resumes(harness: Harness) -> N
     await until(lambda: harness.visible() == [id])
     await attempt
     assert harness.partition.calls.count("claim") == 1
-    assert owner.phase is PartitionState.OWNED
+    assert owner.phase is HalfPartitionState.OWNED
     again = await harness.committed(owner)
     await until(lambda: harness.visible() == [id, again])
 

@@ -20,7 +20,7 @@ from txbroker.config.settings import Settings
 from txbroker.core.records import Message
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.acls import AclRole, rights_needed
-from txbroker.kafka.client.client import Client, Connection
+from txbroker.kafka.client.client import BrokerConnection, Client
 from txbroker.kafka.client.connection import open_connection
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.door import KafkaDoor
@@ -178,7 +178,7 @@ async def test_expired_login_interrupts_nothing(secure_kafka: SecureKafka) -> No
     opened: list[float] = []
     clock = asyncio.get_running_loop().time
 
-    async def opener(*address: Any, **arguments: Any) -> Connection:
+    async def opener(*address: Any, **arguments: Any) -> BrokerConnection:
         opened.append(clock())
         return await open_connection(*address, **arguments)
 

@@ -44,14 +44,14 @@ from tests.simulator.sim_room import Room
 from txbroker.consumer import CommitPolicy, Consumer, InDatabase, InFile, InKafka
 from txbroker.core.consuming.aside import release_record
 from txbroker.core.consuming.copies import GroupTopics
-from txbroker.core.consuming.copies import Source as Origin
+from txbroker.core.consuming.copies import MessageSource as Origin
 from txbroker.core.consuming.position import StoredOffset
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
 from txbroker.databases import SQLite
 from txbroker.databases.kept import KeptTable
 from txbroker.databases.sessions import DriverSession
 from txbroker.databases.steps import run
-from txbroker.door.consuming import ConsumingDoor, Partition
+from txbroker.door.consuming import ConsumingDoor
 from txbroker.door.writing import Copy
 from txbroker.errors import ConfigurationError, TxbrokerError
 from txbroker.kafka.client.settings import KafkaSettings

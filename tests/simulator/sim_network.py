@@ -73,10 +73,10 @@ class Network:
         if not self.reaches(process, node):
             # Refused at once, or nothing at all comes back.
             if process.random.random() < 0.5:
-                await asyncio.sleep(settings["request_timeout_ms"] / 1000)
+                await asyncio.sleep(settings["request_timeout_s"])
                 raise TimeoutError
             raise ConnectionRefusedError(111, "connection refused")
-        return Connection(self, process, node, settings["request_timeout_ms"] / 1000)
+        return Connection(self, process, node, settings["request_timeout_s"])
 
     async def pass_message(self) -> None:
         """Wait as long as a message of the process that runs takes to arrive somewhere."""

@@ -16,7 +16,7 @@ from tests.simulator.sim_proxy import FakeGroup, SimProxy
 from tests.simulator.sim_proxy_faults import KINDS, ProxyFaults, ProxyShape, shape_of
 from tests.simulator.sim_room import QUIET_S, Room
 from tests.simulator.sim_shop import TOPICS, Asker, Lane, Shop
-from txbroker.contract.service import PartitionState
+from txbroker.contract.service import HalfPartitionState
 from txbroker.core.records import State
 from txbroker.core.routing import parse_id
 from txbroker.core.transaction import Transaction
@@ -187,7 +187,7 @@ class Proxies(Room):
             for proxy in self.proxies
             if proxy.broker is not None
             for number, state in proxy.broker.readiness().partitions.items()
-            if state.startswith(PartitionState.TRUNCATED)
+            if state.startswith(HalfPartitionState.TRUNCATED)
         } & self.faults.deleted
 
     async def _operate(self) -> list[str]:
@@ -240,7 +240,7 @@ class Proxies(Room):
                 left.append(f"{proxy.name} has not joined")
                 continue
             readiness = proxy.broker.readiness()
-            stands = {PartitionState.OWNED, PartitionState.ELSEWHERE}
+            stands = {HalfPartitionState.OWNED, HalfPartitionState.ELSEWHERE}
             waits = {
                 number for number, state in readiness.partitions.items() if state not in stands
             }

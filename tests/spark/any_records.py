@@ -34,7 +34,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.routing import make_id
-from txbroker.kafka.tools.audit_access import Stored
+from txbroker.kafka.tools.audit_access import StoredRecord
 from txbroker.spark.facts.bounds import as_row
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ def frame(spark: SparkSession, records: Iterable[Record], topic: str = "t") -> D
     return spark.createDataFrame(rows, KAFKA)
 
 
-def stored(records: Iterable[Record]) -> list[Stored]:
+def stored(records: Iterable[Record]) -> list[StoredRecord]:
     """Return records as a topic holds them that gives its own time to those without one."""
     return [
-        Stored(
+        StoredRecord(
             *(r.key, r.value, tuple(r.headers)),
             AT_MS if r.timestamp_ms == -1 else r.timestamp_ms,
             offset,

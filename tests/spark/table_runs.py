@@ -24,7 +24,7 @@ from txbroker.spark.tables.layout import DRIFT, TABLES, TRANSACTIONS, Table
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from txbroker.spark.tables.judged import Change
+    from txbroker.spark.tables.judged import Replacement
 
 NAMES = TopicNames.of("shop")
 START_MS = 1_700_000_000_000
@@ -142,7 +142,7 @@ class Tables:
         self._kept.append(table.persist())
         return table
 
-    def _apply(self, change: Change) -> list[Row]:
+    def _apply(self, change: Replacement) -> list[Row]:
         """Replace the known rows by the new ones, as a store does; return those."""
         table = change.table
         new = [row.asDict(recursive=True) for row in change.rows.collect()]

@@ -12,8 +12,8 @@ import pytest
 from tests.kit.consuming import Consuming, Fetching, shared
 from tests.kit.until import until
 from txbroker.core.consuming.position import StoredOffset
-from txbroker.core.records import Record
-from txbroker.door.consuming import ConsumingDoor, Partition, TopicSpec
+from txbroker.core.records import Partition, Record
+from txbroker.door.consuming import ConsumingDoor, TopicSpec
 from txbroker.door.writing import Copy, Fenced
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.sdk import BlockingTransactionalProducer, Message

@@ -23,15 +23,14 @@ from txbroker.consumer.positions import Positions, RecordsDeleted, StartOptions
 from txbroker.consumer.rounds import CommitPolicy, Rounds, Store, StoreTraits
 from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.position import Position
-from txbroker.core.consuming.progress import Progress
-from txbroker.core.records import Record
+from txbroker.core.consuming.progress import PartitionProgress
+from txbroker.core.records import Partition, Record
 from txbroker.door.consuming import (
     ConsumingDoor,
     Fetcher,
     FetchingEnded,
     MemberListener,
     OffsetMissing,
-    Partition,
     TopicIdentity,
 )
 from txbroker.door.writing import Fenced
@@ -82,7 +81,7 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
     on_revoke: Hook | None
 
 
-class Source(Protocol):
+class PartitionSource(Protocol):
     """Assigns partitions: a group member, or `AllPartitions`."""
 
     owned: set[Partition]
@@ -124,7 +123,7 @@ class AllPartitions:
     async def close(self) -> None: ...
 
 
-class Reader:
+class PartitionReader:
     """The partitions of one source; a `MemberListener`.
 
     Args:
@@ -155,11 +154,11 @@ class Reader:
         self._fetcher = door.fetcher(self.deliver, self.failed)
         self._asides: Asides | None = None
         self._task: asyncio.Task[None] | None = None
-        self._source: Source
+        self._source: PartitionSource
         self._store: Store
         self._rounds: Rounds
 
-    def start(self, source: Source, store: Store, asides: MakeAsides | None) -> None:
+    def start(self, source: PartitionSource, store: Store, asides: MakeAsides | None) -> None:
         """Begin to take partitions of a source over.
 
         Args:
@@ -329,7 +328,7 @@ class Reader:
             place,
             self._engine.queues,
             self._source,
-            Progress(self._options.traits.metadata_max),
+            PartitionProgress(self._options.traits.metadata_max),
             retries=place[0] == self._options.retry_topic,
             before=self._options.before,
         )

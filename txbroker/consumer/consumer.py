@@ -17,7 +17,7 @@ from typing import Any, Self, Unpack
 import structlog
 
 from txbroker.config.settings import load_kafka_access
-from txbroker.consumer.claims import AllPartitions, Reader
+from txbroker.consumer.claims import AllPartitions, PartitionReader
 from txbroker.consumer.engine.loop import SWEEP_S, Engine
 from txbroker.consumer.engine.stops import Suspension
 from txbroker.consumer.engine.workers import Handler, HandlerOptions, Workers, iterate
@@ -66,7 +66,7 @@ class Consumer:
         self._stopped = False
         self._run_ended: asyncio.Event | None = None
         self._stack = contextlib.AsyncExitStack()
-        self._readers: list[tuple[Reader, GroupMember | AllPartitions]] = []
+        self._readers: list[tuple[PartitionReader, GroupMember | AllPartitions]] = []
         self._door: ConsumingDoor
         self._started: Engine | None = None
 
@@ -136,7 +136,7 @@ class Consumer:
 
     async def _start_reader(self, number: int, topics: Mapping[str, TopicIdentity]) -> None:
         settings = self._settings
-        reader = Reader(self._engine, self._door, settings.reader_options(topics))
+        reader = PartitionReader(self._engine, self._door, settings.reader_options(topics))
         source: GroupMember | AllPartitions
         member: GroupMember | None = None
         if settings.group is None:

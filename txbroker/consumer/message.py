@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from txbroker.core.consuming.copies import Failed, Source, message_id, read_copy
+from txbroker.core.consuming.copies import Failed, MessageSource, message_id, read_copy
 from txbroker.core.consuming.lifecycle import MessageState
 from txbroker.core.consuming.partition import Feed, Lease
 from txbroker.core.consuming.queues import Lane
@@ -144,9 +144,9 @@ class ReceivedMessage(Struct, eq=False, gc=False):
         return f"<message {self.topic}/{self.partition}@{self.offset} attempt {self.attempt}>"
 
 
-def source_of(message: ReceivedMessage) -> Source:
+def source_of(message: ReceivedMessage) -> MessageSource:
     """Return where a message was first read."""
-    return Source(message.topic, message.partition, message.offset)
+    return MessageSource(message.topic, message.partition, message.offset)
 
 
 def size_of(record: Record) -> int:

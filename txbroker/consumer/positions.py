@@ -21,7 +21,8 @@ from txbroker.core.consuming.position import (
     is_newer_metadata,
 )
 from txbroker.core.consuming.starts import StartCount
-from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, Partition, TopicIdentity
+from txbroker.core.records import Partition
+from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, TopicIdentity
 from txbroker.errors import ConfigurationError, TxbrokerError
 
 log = structlog.wrap_logger(logging.getLogger(__name__))

@@ -20,7 +20,7 @@ from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.pending import Pending, PendingCopies
 from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.position import METADATA_LENGTH_MAX, StoredOffset
-from txbroker.door.consuming import Partition
+from txbroker.core.records import Partition
 from txbroker.door.writing import Copy, Fenced, Refused
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, KafkaUnavailable

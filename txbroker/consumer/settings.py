@@ -26,7 +26,8 @@ from txbroker.core.consuming.copies import (
 )
 from txbroker.core.consuming.failure import FailurePolicy, OnFailure, make_policy
 from txbroker.core.consuming.queues import Order
-from txbroker.door.consuming import EARLIEST, LATEST, Partition, TopicIdentity, TopicSpec
+from txbroker.core.records import Partition
+from txbroker.door.consuming import EARLIEST, LATEST, TopicIdentity, TopicSpec
 from txbroker.errors import ConfigurationError
 
 Mode = Literal["at-least-once", "at-most-once", "exactly-once"]

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from txbroker.consumer.engine.loop import Engine
-from txbroker.door.consuming import Partition
+from txbroker.core.records import Partition
 from txbroker.metrics import Collector, Described, Samples
 
 ConsumerCollector: TypeAlias = Collector

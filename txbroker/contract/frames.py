@@ -116,7 +116,7 @@ class UnreadableCall(msgspec.Struct, frozen=True):
 Received: TypeAlias = FromProducer | UnreadableCall
 
 
-class _Call(msgspec.Struct, frozen=True, array_like=True):
+class _CallHead(msgspec.Struct, frozen=True, array_like=True):
     """The beginning of an operation; the fields that follow are skipped."""
 
     name: str
@@ -203,7 +203,7 @@ decode_from_producer = msgspec.msgpack.Decoder(list[FromProducer]).decode
 _Parts: TypeAlias = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_PARTS_MAX)]
 _decode_parts = msgspec.msgpack.Decoder(_Parts).decode
 _decode_operation = msgspec.msgpack.Decoder(FromProducer).decode
-_decode_call = msgspec.msgpack.Decoder(_Call).decode
+_decode_call = msgspec.msgpack.Decoder(_CallHead).decode
 
 
 def decode_each(frame: bytes) -> list[Received]:

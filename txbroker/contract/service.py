@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from msgspec import Struct
 
 from txbroker.core.records import Attempt, Cause, Decision, Message, Source, State
-from txbroker.core.terms import Terms
+from txbroker.core.terms import SearchTerms
 from txbroker.errors import RequestError
 
 TEXT_MAX = 1000
@@ -240,7 +240,7 @@ class TransactionPage(Struct, frozen=True):
     next_cursor: str | None = None
 
 
-class SearchRequest(Terms, frozen=True):
+class SearchRequest(SearchTerms, frozen=True):
     """A search; all terms must match, None matches any.
 
     A page reads a bounded part of one half partition: first the memory of all of them, then their
@@ -276,7 +276,7 @@ class SearchPage(Struct, frozen=True):
     unread: int = 0
 
 
-class PartitionState(StrEnum):
+class HalfPartitionState(StrEnum):
     """The state of a half partition at a proxy.
 
     An assigned partition that is not `owned` makes the proxy not ready.
@@ -312,7 +312,7 @@ class Readiness(Struct, frozen=True):
 
     ready: bool
     partitions: dict[int, str]
-    """A PartitionState, followed by `: <why>` if there is a reason."""
+    """A HalfPartitionState, followed by `: <why>` if there is a reason."""
     problems: tuple[str, ...] = ()
 
 
@@ -335,7 +335,7 @@ class PartitionOverview(Struct, frozen=True):
 
     Attributes:
         owner: URL of its proxy, "" if unknown.
-        state: a PartitionState, or `unreachable` if its proxy did not answer.
+        state: a HalfPartitionState, or `unreachable` if its proxy did not answer.
         why: the reason for the state, "" without one.
         pending, parked, refused, committed: transactions; None if unknown.
         settled: those that lists still show; None if unknown.

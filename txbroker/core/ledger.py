@@ -95,7 +95,7 @@ class ApplyResult(Struct, frozen=True):
     why: str = ""
 
 
-class Gap(Exception):
+class LogGap(Exception):
     """A record is not the next one of its log: records between may be missing."""
 
 
@@ -208,7 +208,7 @@ class Ledger:
     # --- half --------------------------------------------------------------------------------
 
     def apply_half(self, record: Record) -> ApplyResult:
-        """Apply the next record of the half topic; raise Gap if it is not the next one."""
+        """Apply the next record of the half topic; raise LogGap if it is not the next one."""
         if record.offset != self.half_position:
             if not record.offset - record.skipped <= self.half_position < record.offset:
                 raise self._gap("half", record.offset, self.half_position)
@@ -280,8 +280,8 @@ class Ledger:
             self._parts = []  # a batch has no such offsets in between
             self.half_position = offsets.stop
 
-    def _gap(self, log: str, offset: int, position: int) -> Gap:
-        return Gap(f"{log} {self.partition}: offset {offset}, not {position}")
+    def _gap(self, log: str, offset: int, position: int) -> LogGap:
+        return LogGap(f"{log} {self.partition}: offset {offset}, not {position}")
 
     def _apply_half(
         self, half: Half, offset: int, mark: bytes, where: tuple[Place, ...]
@@ -338,7 +338,7 @@ class Ledger:
     # --- operation ---------------------------------------------------------------------------
 
     def apply_op(self, record: Record) -> ApplyResult:
-        """Apply the next record of the operation topic; raise Gap if it is not the next one."""
+        """Apply the next record of the operation topic; raise LogGap if it is not the next one."""
         if record.offset != self.op_position:
             if not record.offset - record.skipped <= self.op_position < record.offset:
                 raise self._gap("op", record.offset, self.op_position)

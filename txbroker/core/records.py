@@ -22,6 +22,8 @@ TRACE_HEADERS = frozenset({PARENT_HEADER, STATE_HEADER})
 
 Header: TypeAlias = tuple[str, bytes | None]
 """A record header: name and bytes. Order and repeats are kept."""
+Partition: TypeAlias = tuple[str, int]
+"""A topic and the number of one of its partitions."""
 
 
 @lru_cache(maxsize=10_000)

@@ -88,7 +88,7 @@ class SettledSummary(Struct, frozen=True, gc=False):
         return max(self.prepared_at_ms, parse_id(self.id).time_ms)
 
 
-class _Shape(Struct, frozen=True, array_like=True, gc=False):
+class _SegmentShape(Struct, frozen=True, array_like=True, gc=False):
     """What many transactions share."""
 
     group: str
@@ -137,20 +137,20 @@ class _Packed(Struct, array_like=True):
     base_half: int
     base_op: int
     groups: list[GroupUse]
-    shapes: list[_Shape]
+    shapes: list[_SegmentShape]
     keys: list[tuple[int, str]]
     contents: list[tuple[int, bytes]]
     odd: list[_Odd]
     columns: memoryview
 
 
-class _Version(Struct, array_like=True):
+class _SegmentVersion(Struct, array_like=True):
     v: int
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Packed).decode
-_decode_version = msgspec.msgpack.Decoder(_Version).decode
+_decode_version = msgspec.msgpack.Decoder(_SegmentVersion).decode
 
 
 def name_of(value: bytes) -> str:
@@ -444,7 +444,7 @@ def _odd_ones(
     }
 
 
-def _shapes_of(summaries: Sequence[SettledSummary]) -> tuple[list[_Shape], list[int]]:
+def _shapes_of(summaries: Sequence[SettledSummary]) -> tuple[list[_SegmentShape], list[int]]:
     """Return the shapes, and for each row its shape's number and its state."""
     shapes: dict[tuple[str, tuple[tuple[str, int], ...]], int] = {}
     rolled_back = State.ROLLED_BACK
@@ -452,7 +452,7 @@ def _shapes_of(summaries: Sequence[SettledSummary]) -> tuple[list[_Shape], list[
         shapes.setdefault((each.group, each.places), len(shapes)) << 1 | (each.state is rolled_back)
         for each in summaries
     ]
-    return [_Shape(group, places) for group, places in shapes], kinds
+    return [_SegmentShape(group, places) for group, places in shapes], kinds
 
 
 def _rare(
@@ -471,7 +471,7 @@ def _rare(
 
 def _uses(
     summaries: Sequence[SettledSummary],
-    shapes: Sequence[_Shape],
+    shapes: Sequence[_SegmentShape],
     rare: tuple[list[tuple[int, str]], list[tuple[int, bytes]], Iterable[int]],
     newest_ms: int,
 ) -> list[GroupUse]:
@@ -512,7 +512,7 @@ class _PackedV1(Struct, array_like=True):
     v: int
     ids: str
     rows: bytes
-    shapes: list[_Shape]
+    shapes: list[_SegmentShape]
     keys: list[tuple[int, str]]
     newest_ms: int
 
@@ -540,7 +540,7 @@ def _summaries_v1(packed: _PackedV1) -> Iterator[SettledSummary]:
 
 
 def _pack_v1(summaries: Sequence[SettledSummary]) -> bytes:
-    shapes: dict[_Shape, int] = {}
+    shapes: dict[_SegmentShape, int] = {}
     rows = [
         _ROW_V1.pack(
             each.fingerprint,
@@ -549,7 +549,7 @@ def _pack_v1(summaries: Sequence[SettledSummary]) -> bytes:
             each.op_offset,
             each.prepared_at_ms,
             each.decided_at_ms,
-            shapes.setdefault(_Shape(each.group, each.places), len(shapes)),
+            shapes.setdefault(_SegmentShape(each.group, each.places), len(shapes)),
             _STATES.index(each.state),
         )
         for each in summaries

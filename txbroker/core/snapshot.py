@@ -117,7 +117,7 @@ class _Chunk(Struct, array_like=True):
     waiting: bytes
 
 
-class _Piece(Struct, gc=False):
+class _EncodedEntry(Struct, gc=False):
     """The next entry of a chunk, encoded: a transaction with its shape, or a part of the waiting
     markers."""
 
@@ -204,7 +204,7 @@ CLOSING_KEYS = frozenset(closing_key(slot) for slot in range(SLOTS))
 """Their records are replaced and never removed: a tombstone is another client's."""
 
 
-class Capture:
+class SnapshotCapture:
     """A ledger as it is now, encoded in pieces while it keeps changing.
 
     Transactions are encoded in offset order; one that changes before its turn is saved first.
@@ -247,7 +247,7 @@ class Capture:
         self._anchors = (ledger.half_whole_anchor, ledger.op_whole_anchor)
         # Up to this offset all are encoded; after it those that were saved.
         self._taken_to = -1
-        self._saved_pieces: list[_Piece] = []
+        self._saved_pieces: list[_EncodedEntry] = []
         self._saved_offsets: set[int] = set()
         ledger.index.settled.seal()
         since_ms = ledger.half_clock_ms - ledger.dedup_window_ms
@@ -255,7 +255,7 @@ class Capture:
         self._segments = [s for s in ledger.index.settled.segments if s.newest_ms >= since_ms]
         self._waiting = [entry for entries in ledger.waiting.values() for entry in entries]
         self._pieces = self._all_pieces()
-        self._held_over: _Piece | None = None
+        self._held_over: _EncodedEntry | None = None
         self._digest = hashlib.blake2b(digest_size=16)
         self._count = 0
         self.entries = 0
@@ -351,34 +351,34 @@ class Capture:
         self.entries += len(rows)
         return _encode((self._version, self._id, list(shapes), rows, b"".join(waiting)))
 
-    def _all_pieces(self) -> Iterator[_Piece]:
+    def _all_pieces(self) -> Iterator[_EncodedEntry]:
         """Yield everything as it was when the capture began; the ledger may change in between."""
         while ahead := self._ahead():
             for transaction in ahead:
-                yield from self._saved()
+                yield from self._saved_entries()
                 self._taken_to = transaction.offset
                 if transaction.offset in self._saved_offsets:
                     self._saved_offsets.remove(transaction.offset)
                 else:
                     yield _piece(transaction)
         self._taken_to = self._half
-        yield from self._saved()
+        yield from self._saved_entries()
         for entry in self._waiting:
             data = _encode(entry)
             data = len(data).to_bytes(_LENGTH, "big") + data
             for at in range(0, len(data), CHUNK_BYTES):
-                yield _Piece(data[at : at + CHUNK_BYTES])
+                yield _EncodedEntry(data[at : at + CHUNK_BYTES])
 
     def _ahead(self) -> list[Transaction]:
         ahead = self._ledger.index.by_offset.after(self._taken_to, _LOOK_AHEAD)
         return [transaction for transaction in ahead if transaction.offset < self._half]
 
-    def _saved(self) -> Iterator[_Piece]:
+    def _saved_entries(self) -> Iterator[_EncodedEntry]:
         while self._saved_pieces:
             yield self._saved_pieces.pop()
 
 
-def _piece(transaction: Transaction) -> _Piece:
+def _piece(transaction: Transaction) -> _EncodedEntry:
     half = transaction.half
     more: Any = None
     if (
@@ -404,7 +404,7 @@ def _piece(transaction: Transaction) -> _Piece:
         transaction.instance,
         more,
     )
-    return _Piece(_encode(facts), _Shape(half.group, half.policy, transaction.places))
+    return _EncodedEntry(_encode(facts), _Shape(half.group, half.policy, transaction.places))
 
 
 def _shape_bytes(shape: _Shape) -> int:
@@ -511,7 +511,7 @@ def load(whole: Whole, ledger: Ledger) -> Iterator[None]:
     waiting = bytearray()
     for chunk_bytes in whole.chunks:
         chunk = _decode_chunk(chunk_bytes)
-        known = [_shared(shape, shapes) for shape in chunk.shapes]
+        known = [_share(shape, shapes) for shape in chunk.shapes]
         for number, facts in chunk.open:
             ledger.index.add(_transaction(facts, *known[number]))
         waiting += chunk.waiting
@@ -526,7 +526,7 @@ def load(whole: Whole, ledger: Ledger) -> Iterator[None]:
     ledger.half_anchor, ledger.op_anchor = closing.half_anchor, closing.op_anchor
 
 
-def _shared(
+def _share(
     shape: _Shape, shapes: dict[_Shape, tuple[_Shape, tuple[Message, ...]]]
 ) -> tuple[_Shape, tuple[Message, ...]]:
     """Return a shape and the bare messages of its places, shared by all its transactions."""

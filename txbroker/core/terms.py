@@ -12,7 +12,7 @@ from txbroker.core.routing import ALPHABET, LENGTH, TIME_MAX_MS, dedup_hash, ord
 from txbroker.core.transaction import Transaction, key_mark
 
 
-class Terms(Struct, frozen=True):
+class SearchTerms(Struct, frozen=True):
     """What a transaction must have; None matches any.
 
     Attributes:

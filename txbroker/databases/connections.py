@@ -38,7 +38,7 @@ _LOOK_S = 0.4
 _ASYNCPG_STYLE = "numeric_dollar"
 
 
-class Joined(NamedTuple):
+class JoinedTransaction(NamedTuple):
     """The open transaction of a caller's connection.
 
     Attributes:
@@ -68,7 +68,7 @@ class Joined(NamedTuple):
 
 
 class JoinedAsync(NamedTuple):
-    """`Joined` for asyncio."""
+    """`JoinedTransaction` for asyncio."""
 
     database: Database
     tables: TableSet
@@ -91,7 +91,7 @@ class JoinedAsync(NamedTuple):
             raise
 
 
-def join(database: Database, connection: Any, tables: TableSet = CONSUMING) -> Joined:
+def join(database: Database, connection: Any, tables: TableSet = CONSUMING) -> JoinedTransaction:
     """Return the open transaction of a connection.
 
     Args:
@@ -101,7 +101,7 @@ def join(database: Database, connection: Any, tables: TableSet = CONSUMING) -> J
         ConfigurationError, DatabaseUnavailable: see `run_on`.
     """
     database.ready(tables)
-    return Joined(database, tables, *_plain(connection, database))
+    return JoinedTransaction(database, tables, *_plain(connection, database))
 
 
 async def join_async(

@@ -18,7 +18,13 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from txbroker.core.consuming.copies import Failed, Source, headers_of, make_copy, read_left_out
+from txbroker.core.consuming.copies import (
+    Failed,
+    MessageSource,
+    headers_of,
+    make_copy,
+    read_left_out,
+)
 from txbroker.core.records import Header, Record
 from txbroker.databases.dialect import MARIADB, Dialect
 from txbroker.databases.steps import Query, Steps
@@ -170,11 +176,11 @@ class KeptTable:
             (SET_ASIDE, self._group, *place, RELEASED, value),
         )
 
-    def remove(self, source: Source) -> Steps[None]:
+    def remove(self, source: MessageSource) -> Steps[None]:
         """Delete the row of a message."""
         yield Query(f"DELETE FROM {ASIDE} WHERE {_OF_MESSAGE}", (self._group, *source))
 
-    def published(self, source: Source) -> Steps[None]:
+    def published(self, source: MessageSource) -> Steps[None]:
         """A dead letter is in its topic."""
         yield Query(
             f"UPDATE {ASIDE} SET state = ? WHERE {_OF_MESSAGE} AND state = ?",
@@ -206,7 +212,7 @@ class KeptTable:
         )
         return result.count
 
-    def retry(self, source: Source, reason: str) -> Steps[int]:
+    def retry(self, source: MessageSource, reason: str) -> Steps[int]:
         """Send a dead letter back to its handler; return 0 if it is none any more."""
         result = yield Query(
             f"UPDATE {ASIDE} SET state = ?, reason = ?, due_ms = 0, step = -1 "
@@ -232,7 +238,7 @@ def _read_kept(row: Sequence[Any]) -> Kept:
     stage, step, attempts, due_ms, cause, timestamp_ms, key, value, headers = fields
     left_out, names = read_left_out(tuple(msgspec.json.decode(headers, type=list[Header])))
     failed = Failed(
-        Source(topic, int(partition), int(offset)),
+        MessageSource(topic, int(partition), int(offset)),
         int(attempts),
         int(due_ms),
         cause,

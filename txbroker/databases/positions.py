@@ -15,13 +15,12 @@ from operator import itemgetter
 import msgspec
 from msgspec import Struct
 
-from txbroker.core.consuming.position import NO_STARTS, Later, Metadata, Position, Starts
+from txbroker.core.consuming.position import NO_STARTS, LaterPosition, Metadata, Position, Starts
+from txbroker.core.records import Partition
 from txbroker.databases.dialect import Dialect, Fault, TransactionGone
 from txbroker.databases.steps import Query, Steps
 from txbroker.databases.tables import ASIDE, DONE, POSITION
 from txbroker.errors import ConfigurationError, InvariantBroken
-
-Partition = tuple[str, int]
 
 _OF_PARTITION = "group_name = ? AND topic = ? AND partition_id = ?"
 _COLUMNS = "token, topic_id, next, done_ranges, later_next, later_ranges"
@@ -38,7 +37,7 @@ class Stored(StrEnum):
     """Another owner has taken the partition over."""
 
 
-class Claimed(Struct, frozen=True):
+class ClaimedPosition(Struct, frozen=True):
     """The stored state that a claim found.
 
     Attributes:
@@ -85,7 +84,7 @@ class PositionTable:
 
     def claim(
         self, places: Collection[Partition], first_token: int
-    ) -> Steps[dict[Partition, Claimed]]:
+    ) -> Steps[dict[Partition, ClaimedPosition]]:
         """Take partitions over: from now on their earlier owners store nothing.
 
         Args:
@@ -331,7 +330,7 @@ def _position_values(low: int, metadata: Metadata) -> tuple[str | int | None, ..
     )
 
 
-def _read_claim(row: Sequence[object], rows: Sequence[int]) -> Claimed:
+def _read_claim(row: Sequence[object], rows: Sequence[int]) -> ClaimedPosition:
     """Return what a row of the table holds.
 
     Raises:
@@ -340,22 +339,24 @@ def _read_claim(row: Sequence[object], rows: Sequence[int]) -> Claimed:
     token, topic_id, next_, ranges, later_next, later_ranges = row
     owner_before = _whole(token, 1) - 1
     if next_ is None:
-        return Claimed(-1, Metadata(owner_before), rows)  # whose position an operator deleted
+        return ClaimedPosition(
+            -1, Metadata(owner_before), rows
+        )  # whose position an operator deleted
     low = _whole(next_, 0)
     position = Position(low, _ranges(ranges, low))
     position = position.with_done(position.undone(rows))
-    later: Later | None
+    later: LaterPosition | None
     if later_next is not None:
         later_low = _whole(later_next, 0)
-        later = Later(later_low, _ranges(later_ranges, later_low))
+        later = LaterPosition(later_low, _ranges(later_ranges, later_low))
         if later_low > low:
             raise ValueError(f"later_next {later_low} is above next {low}")
     else:  # whether later stages followed the done rows is unknown
-        later = Later(low, _ranges(ranges, low)) if rows else None
+        later = LaterPosition(low, _ranges(ranges, low)) if rows else None
     topic, _, text = str(topic_id).partition(" ")
     starts = Starts.parse(text) if text else NO_STARTS
     metadata = Metadata(owner_before, topic, 0, tuple(position.ranges()), later, starts)
-    return Claimed(position.low, metadata, rows)
+    return ClaimedPosition(position.low, metadata, rows)
 
 
 def _whole(value: object, least: int) -> int:

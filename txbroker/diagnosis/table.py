@@ -98,7 +98,7 @@ def _in_state(
     state: str, todo: str, one: str, several: str = "", *, critical: bool = True, **rule: str
 ) -> Diagnosis:
     several = several or one.replace("is ", "are ")
-    known = {*service.PartitionState, service.UNREACHABLE}
+    known = {*service.HalfPartitionState, service.UNREACHABLE}
     return Diagnosis(
         alert="NotReady",
         find=find.partitions(lambda part: (part.state if part.state in known else "") == state),
@@ -118,7 +118,7 @@ STATES = (
         "is unreachable",
     ),
     _in_state(
-        service.PartitionState.NONE,
+        service.HalfPartitionState.NONE,
         "Calls for them wait. A change of owner takes seconds; if it lasts, check that proxies run "
         "and reach Kafka.",
         "has no owner",
@@ -139,46 +139,46 @@ sum by ({_OF}) (txbroker_owned_partitions)
         "scraped. Their transactions are neither decided nor promoted nor checked.",
     ),
     _in_state(
-        service.PartitionState.CLAIMING,
+        service.HalfPartitionState.CLAIMING,
         "A claim takes seconds. If it lasts, see the owner's log: Kafka may not answer.",
         "is being claimed",
         critical=False,
     ),
     _in_state(
-        service.PartitionState.REPLAYING,
+        service.HalfPartitionState.REPLAYING,
         "Calls for them wait until the replay is done.",
         "is being replayed by its new owner",
         "are being replayed by their new owner",
         critical=False,
     ),
     _in_state(
-        service.PartitionState.SUSPENDED,
+        service.HalfPartitionState.SUSPENDED,
         "Their proxy has lost contact with the group coordinator. It resumes, or another proxy "
         "takes over, within seconds.",
         "is suspended",
         critical=False,
     ),
     _in_state(
-        service.PartitionState.HANGING,
+        service.HalfPartitionState.HANGING,
         "Run txbroker doctor: it names the transaction and the command that ends it.",
         "waits for a hanging Kafka transaction",
         "wait for a hanging Kafka transaction",
     ),
     _in_state(
-        service.PartitionState.TRUNCATED,
+        service.HalfPartitionState.TRUNCATED,
         "Nothing is promoted, so that no message is lost or duplicated. See the owner's log, and "
         "restore the topics.",
         "is stopped: its topics were truncated or recreated",
         "are stopped: their topics were truncated or recreated",
     ),
     _in_state(
-        service.PartitionState.NEWER,
+        service.HalfPartitionState.NEWER,
         "Upgrade the proxies; no message was dropped.",
         "is stopped: a newer txbroker wrote to it",
         "are stopped: a newer txbroker wrote to them",
     ),
     _in_state(
-        service.PartitionState.STOPPED,
+        service.HalfPartitionState.STOPPED,
         "An invariant is broken. See the owner's log, and keep the topics.",
         "is stopped",
     ),

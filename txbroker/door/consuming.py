@@ -8,17 +8,14 @@ runs on both. Every method that asks Kafka raises `KafkaUnavailable` if it does 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 from msgspec import Struct
 
 from txbroker.core.consuming.position import StoredOffset
-from txbroker.core.records import Cause, Record
+from txbroker.core.records import Cause, Partition, Record
 from txbroker.door.writing import Copy, PositionRecord, Writer
 from txbroker.errors import KafkaUnavailable
-
-Partition: TypeAlias = tuple[str, int]
-"""Topic and partition number."""
 
 EARLIEST, LATEST = -2, -1
 """Where a partition begins, and its last stable offset: times for `ConsumingDoor.offsets`."""

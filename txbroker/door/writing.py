@@ -7,15 +7,12 @@ errors, which no caller passes over by mistake; each says what the caller may do
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
-from txbroker.core.records import Cause, Record
+from txbroker.core.records import Cause, Partition, Record
 from txbroker.errors import KafkaUnavailable
-
-Partition: TypeAlias = tuple[str, int]
-"""A topic and the number of one of its partitions."""
 
 
 class Copy(Struct, frozen=True, gc=False):

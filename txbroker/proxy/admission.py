@@ -42,7 +42,7 @@ from txbroker.core.settled import ShareUse, share_max
 from txbroker.errors import BadId, BadRequest, RequestError, TooLarge
 from txbroker.principals import Principal
 from txbroker.proxy.cluster.forwarding import CALLER
-from txbroker.proxy.observe.metrics import Latency, Metrics
+from txbroker.proxy.observe.metrics import Metrics
 from txbroker.proxy.observe.tracing import traced_alone
 from txbroker.tracing import TraceContext
 
@@ -57,6 +57,12 @@ RECORD_BYTES = 64
 OPERATION_BYTES = 2048
 """Memory of an operation besides its messages (task and objects), so that a flood of tiny
 operations is bounded too."""
+_CHECK_RANGES = (
+    ("check_after_s", 0, SECONDS_MAX),
+    ("check_interval_s", 0, SECONDS_MAX),
+    ("check_attempts_max", 1, ATTEMPTS_MAX),
+    ("check_timeout_s", TIMEOUT_S_MIN, TIMEOUT_S_MAX),
+)
 # 26 characters of 5 bits are 130 bits, an id has 128: so the first one is at most 7.
 _ID = re.compile(f"[0-7][{ALPHABET}]{{{LENGTH - 1}}}")
 
@@ -157,15 +163,6 @@ class Budgets:
 # --- batches of single calls -----------------------------------------------------------------
 
 
-class _BatchKey(NamedTuple):
-    """Calls with equal keys form one batch. `caller`: the principal to charge, also by another
-    proxy to which the batch may be forwarded."""
-
-    kind: type[Request]
-    group: str
-    caller: str
-
-
 class _PendingCall(NamedTuple):
     """A call of a batch. `convert` makes its result from the transaction's status."""
 
@@ -173,7 +170,7 @@ class _PendingCall(NamedTuple):
     convert: Callable[[TransactionStatus], Any]
 
 
-class _Batch(NamedTuple):
+class _CallBatch(NamedTuple):
     """Calls that are run together; `began_s`: when the first one arrived."""
 
     requests: list[Request]
@@ -193,7 +190,9 @@ class CallBatcher:
 
     def __init__(self, runs: Callable[[Sequence[Request], float], Sequence[Run]]) -> None:
         self._runs = runs
-        self._batches: dict[_BatchKey, _Batch] = {}
+        # By the type of request, the group, and the principal to charge, also by another proxy to
+        # which the batch may be forwarded.
+        self._batches: dict[tuple[type[Request], str, str], _CallBatch] = {}
         # The loop itself holds tasks weakly.
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -203,17 +202,17 @@ class CallBatcher:
         """Run a call in the next iteration; return the future of its converted status, or of the
         `RequestError` or other exception it failed with."""
         loop = asyncio.get_running_loop()
-        key = _BatchKey(type(request), request.group, CALLER.get())
+        key = (type(request), request.group, CALLER.get())
         batch = self._batches.get(key)
         if batch is None:
-            batch = self._batches[key] = _Batch([], [], time.monotonic())
+            batch = self._batches[key] = _CallBatch([], [], time.monotonic())
             loop.call_soon(self._start, key)  # keeps the context, so the caller
         result: asyncio.Future[T] = loop.create_future()
         batch.requests.append(request)
         batch.pending.append(_PendingCall(result, convert))
         return result
 
-    def _start(self, key: _BatchKey) -> None:
+    def _start(self, key: tuple[type[Request], str, str]) -> None:
         requests, pending, began_s = self._batches.pop(key)
         try:
             runs = self._runs(requests, began_s)
@@ -306,9 +305,8 @@ class Admission:
         convert: Callable[[TransactionStatus], T],
         trace: TraceContext | None,
     ) -> T:
-        latency = self._latency(request)
         answers = traced_alone(self._service, request, trace)
-        [answer] = await self._timed(answers, latency, time.monotonic())
+        [answer] = await self._time_run(answers, request, time.monotonic())
         if isinstance(answer, RequestError):
             raise answer
         return convert(answer)
@@ -316,9 +314,6 @@ class Admission:
     def runs(self, requests: Sequence[Request], began_s: float) -> Sequence[Run]:
         """Start admitted requests of one kind and group, which began at a time of the monotonic
         clock, seconds."""
-        if not requests:
-            return ()
-        latency = self._latency(requests[0])
         if tracing.active:
             runs: Sequence[Run] = [
                 Run((n,), traced_alone(self._service, request))
@@ -326,20 +321,20 @@ class Admission:
             ]
         else:
             runs = self._service.runs(requests)
-        return [Run(numbers, self._timed(answers, latency, began_s)) for numbers, answers in runs]
+        return [
+            Run(numbers, self._time_run(answers, requests[0], began_s)) for numbers, answers in runs
+        ]
 
-    def _latency(self, request: Request) -> Latency:
-        prepares = isinstance(request, PrepareRequest)
-        return self._prepare_latency if prepares else self._decision_latency
-
-    @staticmethod
-    async def _timed(
-        answers: Awaitable[Sequence[Answer]], latency: Latency, began_s: float
+    async def _time_run(
+        self, answers: Awaitable[Sequence[Answer]], request: Request, began_s: float
     ) -> Sequence[Answer]:
-        """Return the answers of a run, and count the time of those that succeed."""
+        """Return the answers of a run of such requests, and count the time of those that
+        succeed."""
         found = await answers
         done = sum([not isinstance(answer, RequestError) for answer in found])
         if done:
+            prepares = isinstance(request, PrepareRequest)
+            latency = self._prepare_latency if prepares else self._decision_latency
             latency.add(time.monotonic() - began_s, done)
         return found
 
@@ -378,14 +373,10 @@ class Admission:
             raise BadRequest(
                 "messages is empty: send a transaction with at least one message", path="messages"
             )
-        if request.check_after_s is not None:
-            _check_seconds("check_after_s", request.check_after_s)
-        if request.check_interval_s is not None:
-            _check_seconds("check_interval_s", request.check_interval_s)
-        if request.check_attempts_max is not None:
-            _check_range("check_attempts_max", request.check_attempts_max, 1, ATTEMPTS_MAX)
-        if request.check_timeout_s is not None:
-            _check_range("check_timeout_s", request.check_timeout_s, TIMEOUT_S_MIN, TIMEOUT_S_MAX)
+        for name, least, most in _CHECK_RANGES:
+            value = getattr(request, name)
+            if value is not None:
+                _check_range(name, value, least, most)
         for name, text in zip(ATTRIBUTES, attribute_values(request), strict=True):
             if text is not None and not 1 <= len(text) <= TEXT_MAX:
                 raise BadRequest(f"{name} must have 1 to {TEXT_MAX} characters", path=name)
@@ -440,30 +431,21 @@ def _check_decision(request: DecideRequest | SubmitRequest) -> None:
 
 
 def _check_message(message: Message, number: int) -> None:
+    place = f"messages[{number}]."
     if not message.topic:
-        raise BadRequest(
-            "a message has no topic: name its target topic", path=f"messages[{number}].topic"
-        )
-    if message.partition is not None and not 0 <= message.partition <= TARGET_PARTITION_MAX:
-        raise BadRequest(
-            f"partition must be from 0 to {TARGET_PARTITION_MAX}",
-            path=f"messages[{number}].partition",
-        )
-    if message.timestamp_ms is not None and not 0 <= message.timestamp_ms <= TIMESTAMP_MS_MAX:
-        raise BadRequest(
-            f"timestamp_ms must be from 0 to {TIMESTAMP_MS_MAX}",
-            path=f"messages[{number}].timestamp_ms",
-        )
+        raise BadRequest("a message has no topic: name its target topic", path=f"{place}topic")
+    if message.partition is not None:
+        _check_range("partition", message.partition, 0, TARGET_PARTITION_MAX, place)
+    if message.timestamp_ms is not None:
+        _check_range("timestamp_ms", message.timestamp_ms, 0, TIMESTAMP_MS_MAX, place)
 
 
-def _check_seconds(name: str, seconds: float) -> None:
-    if not 0 <= seconds <= SECONDS_MAX:
-        raise BadRequest(f"{name} must be from 0 to {SECONDS_MAX} seconds", path=name)
-
-
-def _check_range(name: str, value: float, least: float, most: float) -> None:
+def _check_range(name: str, value: float, least: float, most: float, place: str = "") -> None:
     if not least <= value <= most:
-        raise BadRequest(f"{name} must be from {least:g} to {most:g}", path=name)
+        unit = " seconds" if name.endswith("_s") else ""
+        raise BadRequest(
+            f"{name} must be from {least:.13g} to {most:.13g}{unit}", path=place + name
+        )
 
 
 def check_id(id: str) -> None:

@@ -15,7 +15,7 @@ from txbroker import __version__
 from txbroker.checkers.group_secrets import GroupSecrets
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.http import HttpChecks, HttpLimits
-from txbroker.checkers.leases import GroupFinder, Leases, PeerIdentity, PeerSessions
+from txbroker.checkers.leases import GroupFinder, PeerIdentity, PeerSessions, SessionLeases
 from txbroker.checkers.runner import CheckRunner, RunnerLimits
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.checkers.url_guard import UrlGuard
@@ -82,7 +82,7 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         metrics = Metrics(settings.group_labels_max, share_of=share_of)
         listening: list[str] = []
         checks = make_checks(
-            settings, lambda: (*listening, *_known(broker.partitions)), door.brokers
+            settings, lambda: (*listening, *_known_urls(broker.partitions)), door.brokers
         )
         stack.push_async_callback(checks.close)
         groups = Groups(door.groups, checks.unusable)
@@ -101,7 +101,7 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         peers = Peers(identity, tls=peers_tls)
         stack.push_async_callback(peers.close)
         cluster = Cluster(broker, peers)
-        leases = Leases(sessions)
+        leases = SessionLeases(sessions)
         stack.callback(leases.close)
         app = make_app(
             cluster,
@@ -262,7 +262,7 @@ async def _listen(
     return admin_url
 
 
-def _known(partitions: PartitionManager) -> Iterator[str]:
+def _known_urls(partitions: PartitionManager) -> Iterator[str]:
     """Yield every URL at which the proxies of the group take calls of any kind."""
     for url in partitions.proxies():
         yield from {url, partitions.peer_url(url), partitions.admin_url(url)}

@@ -10,7 +10,7 @@ from typing import Any
 
 from txbroker.core.records import Decision, Message
 from txbroker.databases import tables
-from txbroker.databases.connections import Joined, JoinedAsync, join, join_async
+from txbroker.databases.connections import JoinedAsync, JoinedTransaction, join, join_async
 from txbroker.databases.database import (
     Database,
     DatabaseUnavailable,
@@ -237,7 +237,7 @@ class Outbox:
 
     # --- steps -------------------------------------------------------------------------------
 
-    def _join(self, connection: Any) -> Joined:
+    def _join(self, connection: Any) -> JoinedTransaction:
         joined = join(self.database, connection, self.tables)
         if self._dialect is SQLITE and not self._knows(joined.driver):
             joined.run(tables.check_file(self.database.file))
@@ -269,7 +269,7 @@ class Outbox:
             return await self._units.uncommitted_async(driver)
 
     def _insert(
-        self, joined: Joined, new: Sequence[NewRow], state: str, timeout_ms: int | None
+        self, joined: JoinedTransaction, new: Sequence[NewRow], state: str, timeout_ms: int | None
     ) -> tuple[str, ...]:
         last = self._uncommitted(joined.driver)
         return joined.run(self._inserted(joined.driver, new, last, state, timeout_ms))

@@ -33,7 +33,7 @@ from txbroker.databases.outbox.waiting import (
     FullRow,
     Group,
     Held,
-    Refused,
+    RefusedRows,
     Selection,
     WaitingRow,
     WaitingRows,
@@ -471,7 +471,7 @@ class OutboxSource:
             Remedy.NONE.value: 1,
         }
         refused = [
-            Refused(delivery.positions_of(group), cause, limits[remedy])
+            RefusedRows(delivery.positions_of(group), cause, limits[remedy])
             for (cause, remedy), group in by_cause
         ]
         # Of many rows at most a thousand a second: the others must not wait for them.

@@ -22,7 +22,7 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.net.timers import grown_pause_s
 from txbroker.relay.sink import RelaySink
-from txbroker.relay.source import DeliveryRefused, Source
+from txbroker.relay.source import DeliveryRefused, DeliverySource
 
 T = TypeVar("T")
 log = structlog.wrap_logger(logging.getLogger(__name__))
@@ -58,7 +58,9 @@ class Pump:
         name: of the relay and its shard, for the log.
     """
 
-    def __init__(self, name: str, source: Source, sink: RelaySink, events: PumpEvents) -> None:
+    def __init__(
+        self, name: str, source: DeliverySource, sink: RelaySink, events: PumpEvents
+    ) -> None:
         self._name = name
         self._source = source
         self._sink = sink

@@ -14,7 +14,7 @@ import structlog
 from msgspec import Struct
 
 from txbroker.databases.database import DatabaseUnavailable
-from txbroker.databases.outbox.leases import Lease, Leases
+from txbroker.databases.outbox.leases import Leases, ShardLease
 from txbroker.databases.outbox.table import SHARDS_MAX
 from txbroker.door.writing import Fenced
 from txbroker.error_text import safe_repr
@@ -112,7 +112,7 @@ class Shards:
         for shard in owned - self.owned:
             await self._begin(shard)
 
-    def _to_ask(self, leases: list[Lease], missing: int, most: int) -> list[int]:
+    def _to_ask(self, leases: list[ShardLease], missing: int, most: int) -> list[int]:
         """Return shards of relays that have more than their share."""
         found: list[int] = []
         for owner in {lease.owner for lease in leases if lease.left_ms > 0} - {self._leases.owner}:

@@ -28,7 +28,7 @@ class Delivery(Protocol):
         """Yield the messages, in order and with all headers, about a megabyte at a time."""
 
 
-class Source(Protocol):
+class DeliverySource(Protocol):
     """Where messages come from. One call at a time."""
 
     async def resume(self, position: bytes | None) -> None:

@@ -37,13 +37,13 @@ class Receiver(Protocol):
         """A binary frame has arrived."""
 
     def connection_writable(self) -> None:
-        """`Connection.writable` is True again."""
+        """`WebSocket.writable` is True again."""
 
     def connection_ended(self, why: str) -> None:
         """Either side ended the connection; called once, after the last frame."""
 
 
-class Connection(asyncio.Protocol):
+class WebSocket(asyncio.Protocol):
     """A WebSocket; opened by `connect`.
 
     Attributes:
@@ -212,9 +212,7 @@ class Connection(asyncio.Protocol):
             self._receiver.connection_ended(self._why)
 
 
-async def connect(
-    address: str, token: str | None, tls: ClientTls, heartbeat_s: float
-) -> Connection:
+async def connect(address: str, token: str | None, tls: ClientTls, heartbeat_s: float) -> WebSocket:
     """Open a WebSocket at a proxy's session path.
 
     Raises:
@@ -230,7 +228,7 @@ async def connect(
     if isinstance(loop, asyncio.BaseEventLoop):  # uvloop's has no such option
         options["happy_eyeballs_delay"] = HAPPY_EYEBALLS_S
     _, connection = await loop.create_connection(
-        lambda: Connection(address, protocol, heartbeat_s), uri.host, uri.port, **options
+        lambda: WebSocket(address, protocol, heartbeat_s), uri.host, uri.port, **options
     )
     headers = {"User-Agent": f"txbroker/{__version__}"}
     if token:

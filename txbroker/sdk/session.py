@@ -47,7 +47,7 @@ from txbroker.errors import (
     request_errors,
 )
 from txbroker.net.tls import ClientTls, tls_trouble
-from txbroker.sdk.connection import CLOSE_TIMEOUT_S, Connection, connect
+from txbroker.sdk.connection import CLOSE_TIMEOUT_S, WebSocket, connect
 from txbroker.sdk.types import Limits
 
 _log = logging.getLogger("txbroker.sdk")
@@ -80,7 +80,7 @@ class SessionLost(Exception):
         self.moved = moved
 
 
-class Listener(Protocol):
+class SessionListener(Protocol):
     """Receives the events of a session other than answers."""
 
     def owners_changed(self, session: "Session", before: tuple[str, ...]) -> None:
@@ -137,10 +137,10 @@ class Session:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: WebSocket,
         welcome: Welcome,
         url: str,
-        listener: Listener,
+        listener: SessionListener,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.url = url.rstrip("/")
@@ -369,7 +369,7 @@ async def open_session(
     address: str,
     token: str | None,
     hello: Hello,
-    listener: Listener,
+    listener: SessionListener,
     limits: Limits,
     tls: ClientTls,
 ) -> Session:
@@ -431,7 +431,7 @@ def _refusal(address: str, status: int, headers: Mapping[str, str]) -> Exception
     return CannotConnect(f"{address} answers HTTP status {status}{hint}")
 
 
-async def _greet(connection: Connection, hello: Hello) -> list[FromProxy]:
+async def _greet(connection: WebSocket, hello: Hello) -> list[FromProxy]:
     connection.send(encode_frame([hello]))
     frame = await connection.first_frame
     if frame is None:

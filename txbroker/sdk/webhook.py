@@ -36,7 +36,7 @@ class BadSignature(TxbrokerError):
     """The call was not signed with the secret, or too long ago: answer it with status 401."""
 
 
-class _Question(msgspec.Struct):
+class _QuestionBody(msgspec.Struct):
     id: str
     group: str
     attempt: int
@@ -100,7 +100,7 @@ def parse_check(body: bytes) -> CheckRequest:
         BadRequest: the body is not a check-back.
     """
     try:
-        question = msgspec.json.decode(body, type=_Question)
+        question = msgspec.json.decode(body, type=_QuestionBody)
         messages = decode_messages(question.messages)
     except (msgspec.MsgspecError, MessageError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body is not a check-back: {error}") from None

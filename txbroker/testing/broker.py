@@ -151,7 +151,7 @@ class InMemoryBroker:
     def messages(self, topic: str) -> list[PromotedMessage]:
         """Return the messages that consumers see, partition by partition; none if the topic does
         not exist (yet)."""
-        return self._do(lambda: list(self._promoted(topic)))
+        return self._do(lambda: list(self._promoted_messages(topic)))
 
     # --- consumers -----------------------------------------------------------------------
 
@@ -191,11 +191,11 @@ class InMemoryBroker:
         Raises:
             NotSettled: after `timeout_s`; names the transactions left.
         """
-        self._run(self._settled(timeout_s))
+        self._run(self._wait_settled(timeout_s))
 
     async def async_wait_until_settled(self, timeout_s: float = SETTLED_TIMEOUT_S) -> None:
         """The same for async tests."""
-        await self._run_async(self._settled(timeout_s))
+        await self._run_async(self._wait_settled(timeout_s))
 
     def advance(self, seconds: float) -> None:
         """Advance the clock. Checks that become due are made in order, as if the time had passed,
@@ -242,13 +242,13 @@ class InMemoryBroker:
         self._settings = self._settings.model_copy(update={"listen": listen})
         await self._start_proxy()
 
-    def _promoted(self, topic: str) -> Iterator[PromotedMessage]:
+    def _promoted_messages(self, topic: str) -> Iterator[PromotedMessage]:
         known = self._kafka.topics.get(topic)
         for number in range(len(known.partitions) if known else 0):
             for record in self._kafka.visible(topic, number):
                 yield _as_message(topic, number, record)
 
-    async def _settled(self, timeout_s: float) -> None:
+    async def _wait_settled(self, timeout_s: float) -> None:
         def unsettled() -> list[str]:
             return [
                 f"{transaction.id} of group {transaction.half.group!r} is {transaction.state}"
@@ -264,7 +264,7 @@ class InMemoryBroker:
         clock = self._kafka.clock
         end_ms = clock.now_ms() + round(seconds * 1000)
         while True:
-            await self._checks_ended()
+            await self._wait_for_checks()
             now_ms = clock.now_ms()
             ahead_ms = [at for at in self._due_ms() if now_ms < at < end_ms]
             step_ms = min(ahead_ms, default=end_ms) - now_ms
@@ -272,7 +272,9 @@ class InMemoryBroker:
                 return
             clock.advance(step_ms / 1000)
             for owner in self._proxy.broker.partitions.open().values():
-                owner.clock_at_least(clock.now_ms())
+                owner.clock.at_least(clock.now_ms())
+                owner.id_clock.at_least(clock.now_ms())
+                owner.checks.look_again()
 
     def _due_ms(self) -> list[int]:
         """Return the due times of pending transactions, except those of unreachable groups."""
@@ -285,7 +287,7 @@ class InMemoryBroker:
             and transaction.half.group not in unreachable
         ]
 
-    async def _checks_ended(self) -> None:
+    async def _wait_for_checks(self) -> None:
         """Wait until due checks have been made and answered."""
 
         def ended() -> bool:

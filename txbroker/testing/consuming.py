@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from txbroker.core.consuming.assignment import Subscription
 from txbroker.core.consuming.position import StoredOffset
-from txbroker.core.records import Cause, Record
+from txbroker.core.records import Cause, Partition, Record
 from txbroker.door.consuming import (
     EARLIEST,
     LATEST,
@@ -33,7 +33,6 @@ from txbroker.door.consuming import (
     GroupMember,
     MemberListener,
     OffsetMissing,
-    Partition,
     TopicIdentity,
     TopicSpec,
 )

@@ -494,7 +494,7 @@ def _translated() -> Iterator[None]:
 # --- the topics of groups and audits, and the properties of targets ---------------------------
 
 
-class _Follower:
+class _MemoryFollower:
     """Follows the only partition of a topic."""
 
     def __init__(self, kafka: MemoryKafka, topic: str) -> None:
@@ -518,7 +518,7 @@ class _Follower:
             close()
 
 
-class MemoryGroupStore(_Follower):
+class MemoryGroupStore(_MemoryFollower):
     """A `txbroker.door.protocols.GroupStore` in memory."""
 
     async def load(self, changed: Changed) -> None:
@@ -532,7 +532,7 @@ class MemoryGroupStore(_Follower):
             raise KafkaUnavailable(str(error)) from None
 
 
-class MemoryAuditFeed(_Follower):
+class MemoryAuditFeed(_MemoryFollower):
     """A `txbroker.door.protocols.AuditFeed` in memory. Does not wait for a missing topic."""
 
     def follow(self, changed: Changed) -> None:

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from txbroker.core.consuming.assignment import Subscription, assign
 from txbroker.core.consuming.position import StoredOffset
-from txbroker.door.consuming import GroupDescription, Partition
+from txbroker.core.records import Partition
+from txbroker.door.consuming import GroupDescription
 from txbroker.door.writing import Fenced, GroupOffsets
 from txbroker.errors import ConfigurationError, InvariantBroken, KafkaUnavailable
 from txbroker.testing.topics import LostReply, MemoryTopics

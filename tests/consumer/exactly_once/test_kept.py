@@ -14,7 +14,7 @@ from tests.kit.consumer_world import World, counted, text
 from tests.kit.results import PLACE, Booking, Shop, execute
 from tests.kit.until import until
 from txbroker.consumer import InDatabase, Later, ReceivedMessage, Reject
-from txbroker.core.consuming.copies import Failed, LeftOut, Source, read_copy
+from txbroker.core.consuming.copies import Failed, LeftOut, MessageSource, read_copy
 from txbroker.core.records import Record
 from txbroker.databases import Postgres
 from txbroker.databases.kept import Kept
@@ -55,7 +55,7 @@ async def test_dead_letter_is_sent_back(world: World, shop: Shop, order: str) ->
     async with world.running(booking, **options):
         await shop.has("2")
         await until(lambda: shop.aside("dead"))
-        source = Source("orders", 0, 0)
+        source = MessageSource("orders", 0, 0)
         assert shop.transact(shop.kept.retry(source, "checked")) == 1
         assert shop.transact(shop.kept.retry(source, "checked")) == 0
         await until(lambda: booking.begun.count("1") == 2 and shop.aside("dead"))
@@ -76,7 +76,11 @@ async def test_dead_letter_topic(world: World, shop: Shop) -> None:
     (record,) = [each for n in range(10) for each in world.kafka.visible("dead", n)]
     copy = read_copy(record)
     assert copy is not None
-    assert (copy[0].value, copy[1].source, copy[1].cause) == (b"1", Source("orders", 0, 0), "bad")
+    assert (copy[0].value, copy[1].source, copy[1].cause) == (
+        b"1",
+        MessageSource("orders", 0, 0),
+        "bad",
+    )
 
 
 @pytest.mark.parametrize(
@@ -279,7 +283,7 @@ async def test_message_that_is_larger_than_the_database_takes(
 async def test_original_of_a_smaller_row_was_deleted(world: World, shop: Shop) -> None:
     """Sent back, it is a dead letter again."""
     shop.claim()
-    source = Source("orders", 0, 0)
+    source = MessageSource("orders", 0, 0)
     failed = Failed(source, 1, left_out=LeftOut("value", 5))
     shop.transact(shop.kept.keep(Kept("retry", failed, Record(b"a", None))))
     world.produce("a=1")

@@ -12,9 +12,9 @@ from tests.kit.consumer_world import World, counted, text
 from tests.kit.results import PLACE, Booking, Shop, execute
 from tests.kit.until import until
 from txbroker.consumer import CommitPolicy, InDatabase, ReceivedMessage
-from txbroker.core.consuming.copies import Failed, Source
+from txbroker.core.consuming.copies import Failed, MessageSource
 from txbroker.core.consuming.position import Metadata, Position
-from txbroker.core.consuming.progress import Progress
+from txbroker.core.consuming.progress import PartitionProgress
 from txbroker.core.records import Record
 from txbroker.databases import Postgres, from_sqlalchemy
 from txbroker.databases.kept import RETRY, Kept
@@ -50,7 +50,7 @@ def test_first_stage_of_a_kept_message_is_stored_once(shop: Shop) -> None:
     shop.claim()
     token = shop.position()[2]
     assert shop.transact(shop.positions.save(PLACE, (1, Metadata(token)), (), lower=True))
-    failed = Failed(Source("orders", 0, 0), 1, 7, "bug", -1, 0)
+    failed = Failed(MessageSource("orders", 0, 0), 1, 7, "bug", -1, 0)
     shop.transact(shop.kept.keep(Kept(RETRY, failed, Record(b"a", b"1"))))
     settled = Settled(PLACE, token, (), [0], stages=True)
     assert shop.transact(shop.positions.settle(settled)) is Stored.NOW
@@ -139,7 +139,7 @@ async def test_end_while_the_server_does_not_answer(
 def test_position_that_is_not_stored_forgets_no_stage(world: World) -> None:
     """The copy of a message whose later stage failed may be refused."""
 
-    progress = Progress()
+    progress = PartitionProgress()
     progress.begin_at(Position(0), {0, 2})
     before = progress.saved(Metadata(1))
     assert progress.saved(Metadata(1), done_too=[2])[1].later is not None

@@ -35,7 +35,7 @@ from tests.kit.topic_reader import admin_of, create_topic, read_topics
 from tests.kit.until import until
 from txbroker.config.settings import load_kafka_access
 from txbroker.core.consuming.aside import release_record
-from txbroker.core.consuming.copies import GroupTopics, Source
+from txbroker.core.consuming.copies import GroupTopics, MessageSource
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
@@ -411,7 +411,9 @@ class Fleet(Processes):
             keys = uncleared(await asyncio.to_thread(self._read, self.topics.aside))
             await door.start()
             for (source, number), key in keys.items():
-                record = release_record(Source(*source), key.encode() if key else None, "healed")
+                record = release_record(
+                    MessageSource(*source), key.encode() if key else None, "healed"
+                )
                 await door.append(self.topics.aside, number, [record])
         await door.close()
 

@@ -22,16 +22,15 @@ from txbroker.consumer.engine.loop import Engine
 from txbroker.consumer.pending import Pending
 from txbroker.consumer.rounds import CommitPolicy, Rounds, StoreTraits
 from txbroker.consumer.stores.connections import Connections
-from txbroker.core.consuming.copies import Failed, GroupTopics, Source, make_copy
+from txbroker.core.consuming.copies import Failed, GroupTopics, MessageSource, make_copy
 from txbroker.core.consuming.failure import make_policy
 from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.position import Position, StoredOffset
-from txbroker.core.consuming.progress import Progress
+from txbroker.core.consuming.progress import PartitionProgress
 from txbroker.core.consuming.queues import Order
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
 from txbroker.databases import SQLite
 from txbroker.databases.steps import Query, Steps
-from txbroker.door.consuming import Partition
 from txbroker.door.writing import Copy
 from txbroker.errors import KafkaUnavailable
 from txbroker.testing.memory import MemoryKafka
@@ -94,7 +93,7 @@ def committing(store: UnclearStore) -> tuple[Rounds, PartitionState]:
     policy = make_policy(Order.KEY, "aside", 3, None, drop=False)
     engine = Engine(Order.KEY, policy, GroupTopics.of("txbroker", GROUP), 1 << 20)
     rounds = Rounds(engine, store, CommitPolicy(), lambda _lost: None, traits=StoreTraits())
-    partition = PartitionState(PLACE, engine.queues, FOREVER, Progress())
+    partition = PartitionState(PLACE, engine.queues, FOREVER, PartitionProgress())
     engine.partitions.add(partition, rounds, NoFlow())
     return rounds, partition
 
@@ -133,10 +132,12 @@ async def test_retried_message_keeps_its_first_stage() -> None:
     """Its output is stored; after a crash only the later stages follow."""
     policy = make_policy(Order.NONE, "retry", 3, None, drop=False)
     engine = Engine(Order.NONE, policy, GroupTopics.of("txbroker", GROUP), 1 << 20)
-    partition = PartitionState(("retry", 0), engine.queues, FOREVER, Progress(), retries=True)
+    partition = PartitionState(
+        ("retry", 0), engine.queues, FOREVER, PartitionProgress(), retries=True
+    )
     partition.progress.begin_at(Position(0), {7})
     record = Record(b"k", b"1")
-    failed = Failed(Source("orders", 0, 3), 1, 0, "once")
+    failed = Failed(MessageSource("orders", 0, 3), 1, 0, "once")
     messages = engine.arrivals.wrap(
         partition.log, [replace(make_copy(record, failed), offset=n) for n in (6, 7)]
     )

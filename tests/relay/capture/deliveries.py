@@ -12,7 +12,7 @@ import msgspec
 
 from tests.kit.until import DEADLINE_S
 from txbroker.core.encoding import ID_HEADER
-from txbroker.relay.source import Source
+from txbroker.relay.source import DeliverySource
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Taken:
         ]
 
 
-async def read(source: Source, *, deliver: bool = True, empty: bool = False) -> Taken:
+async def read(source: DeliverySource, *, deliver: bool = True, empty: bool = False) -> Taken:
     """Read the next delivery that has messages.
 
     Args:
@@ -55,7 +55,7 @@ async def read(source: Source, *, deliver: bool = True, empty: bool = False) -> 
             )
 
 
-async def read_until(source: Source, count: int) -> Taken:
+async def read_until(source: DeliverySource, count: int) -> Taken:
     """Read deliveries until they have this number of messages."""
     taken = await read(source)
     while len(taken.ids) < count:

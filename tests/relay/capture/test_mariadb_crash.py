@@ -16,7 +16,7 @@ from tests.kit.until import DEADLINE_S
 from tests.relay.capture.deliveries import read
 from tests.relay.capture.maria_world import BINLOG, MariaWorld
 from txbroker.databases.database import DatabaseUnavailable
-from txbroker.relay.capture.maria.binlog import ChangesLost, Interrupted, Place
+from txbroker.relay.capture.maria.binlog import BinlogPlace, ChangesLost, Interrupted
 from txbroker.relay.capture.mariadb import MariadbSource
 
 HEADER_BYTES, SIZE_AT = 19, 9
@@ -104,7 +104,7 @@ async def test_the_comparison_is_left_out_only_after_it_has_passed(
     def failed(*, crashed: bool) -> Exception:
         flags = {"crashed": crashed, "compared": compared, "moved": False}
         return source._explain(
-            Interrupted("MariaDB", "a cause", Place("binlog.000001", 4), **flags)
+            Interrupted("MariaDB", "a cause", BinlogPlace("binlog.000001", 4), **flags)
         )
 
     for _ in range(3):  # at one place

@@ -14,11 +14,11 @@ from tests.core.core_fuzz import fuzz
 from txbroker.relay.capture.changes import Change
 from txbroker.relay.capture.pg.pgoutput import (
     Begin,
-    Commit,
+    CommitMessage,
     Decoder,
-    Identity,
     LogicalMessage,
     PgoutputError,
+    ReplicaIdentity,
     TableDescribed,
     lsn_text,
     parse_lsn,
@@ -60,7 +60,7 @@ def decoder(*columns: tuple[str, int]) -> Decoder:
     """Return a decoder that knows the table `orders`."""
     made = Decoder([("public", "orders")])
     described = made.decode(relation(*(columns or (("id", INT), ("item", TEXT)))))
-    assert described == TableDescribed(*OF_ORDERS, Identity(False, frozenset({"id"})))
+    assert described == TableDescribed(*OF_ORDERS, ReplicaIdentity(False, frozenset({"id"})))
     return made
 
 
@@ -69,7 +69,7 @@ NEW, OLD = b"N" + values(b"7", b"book"), b"O" + values(b"7", b"pen")
 OF_ORDERS = ("public", "orders")
 MESSAGES: Sequence[tuple[bytes, Any]] = [
     (b"B" + struct.pack(">QqI", 0x116B3748, YEAR_2001_US, 9), Begin(0x116B3748, YEAR_2001_MS, 9)),
-    (b"C" + struct.pack(">BQQq", 0, 5, 77, 0), Commit(77)),
+    (b"C" + struct.pack(">BQQq", 0, 5, 77, 0), CommitMessage(77)),
     (change(b"I", NEW), Change(*OF_ORDERS, "insert", after=ROW)),
     (change(b"U", NEW), Change(*OF_ORDERS, "update", after=ROW)),
     (

@@ -129,7 +129,7 @@ async def test_the_catalogs_show_what_the_wal_lacks(pg: PgWorld) -> None:
     await pg.apply()
     session = await pg.database.open_async()
 
-    async def look() -> pgfacts.Facts:
+    async def look() -> pgfacts.PgFacts:
         return await run_async(pgfacts.read(pg.mapping), session.execute)
 
     before = pgposition.catalog_of(await look(), pg.mapping)

@@ -15,10 +15,10 @@ import structlog
 
 from txbroker.consumer.engine.loop import Engine
 from txbroker.consumer.message import ReceivedMessage, messages_of
-from txbroker.core.consuming.copies import Failed, Partition, is_original
+from txbroker.core.consuming.copies import Failed, is_original
 from txbroker.core.consuming.partition import Feed, PartitionState
 from txbroker.core.consuming.queues import StopReason
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
 from txbroker.door.writing import Copy
 from txbroker.error_text import safe_repr
 from txbroker.errors import KafkaUnavailable

@@ -19,12 +19,12 @@ from txbroker.consumer.message import ReceivedMessage, messages_of
 from txbroker.consumer.rounds import Rounds
 from txbroker.consumer.stores.database import OpenDatabase
 from txbroker.core.consuming.aside import AsideKey
-from txbroker.core.consuming.copies import Source, spread
+from txbroker.core.consuming.copies import MessageSource, spread
 from txbroker.core.consuming.partition import Feed, PartitionState
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
 from txbroker.databases.kept import DEAD, RELEASED, RETRY, SET_ASIDE, UNPUBLISHED, Kept
 from txbroker.databases.steps import Steps
-from txbroker.door.consuming import ConsumingDoor, Partition
+from txbroker.door.consuming import ConsumingDoor
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.net.tasks import Background
@@ -250,7 +250,7 @@ class TableAsides:
             await self._door.append(to.name, number, [kept.copy])
             await self._mark(kept.failed.source)
 
-    async def _mark(self, source: Source) -> None:
+    async def _mark(self, source: MessageSource) -> None:
         await self._do(lambda: self._store.kept.published(source))
 
     # --- copies of released keys -------------------------------------------------------------

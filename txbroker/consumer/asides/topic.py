@@ -14,11 +14,17 @@ from txbroker.consumer.message import ReceivedMessage, source_of
 from txbroker.consumer.pending import Pending
 from txbroker.consumer.rounds import Rounds
 from txbroker.core.consuming.aside import clearance_record, failed_again_record, staged_record
-from txbroker.core.consuming.copies import ASIDE_PARTITIONS, Source, make_copy, read_copy, spread
+from txbroker.core.consuming.copies import (
+    ASIDE_PARTITIONS,
+    MessageSource,
+    make_copy,
+    read_copy,
+    spread,
+)
 from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.queues import StopReason
-from txbroker.core.records import Record
-from txbroker.door.consuming import EARLIEST, LATEST, Fetcher, Partition
+from txbroker.core.records import Partition, Record
+from txbroker.door.consuming import EARLIEST, LATEST, Fetcher
 from txbroker.door.writing import Copy
 
 _CHUNK = 500
@@ -208,7 +214,7 @@ class TopicAsides:
         return Copy(self._topic, spread(place, ASIDE_PARTITIONS), record)
 
 
-def _source(record: Record) -> Source:
+def _source(record: Record) -> MessageSource:
     copy = read_copy(record)
     assert copy is not None
     return copy[1].source

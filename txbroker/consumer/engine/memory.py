@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from txbroker.core.consuming.copies import Partition
 from txbroker.core.consuming.partition import PartitionState
+from txbroker.core.records import Partition
 from txbroker.errors import TxbrokerError
 
 _FETCH_BYTES_MIN, _FETCH_BYTES_MAX = 16 << 10, 1 << 20

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from txbroker.consumer.message import ReceivedMessage
-from txbroker.core.consuming.copies import Partition
 from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.queues import StopReason
+from txbroker.core.records import Partition
 
 
 class Suspension(NamedTuple):

@@ -14,7 +14,7 @@ from txbroker.core.consuming.aside import AsideKeys, release_record
 from txbroker.core.consuming.copies import (
     ASIDE_PARTITIONS,
     Failed,
-    Source,
+    MessageSource,
     make_copy,
     parse_source,
     read_copy,
@@ -22,8 +22,8 @@ from txbroker.core.consuming.copies import (
     retried_record,
     spread,
 )
-from txbroker.core.records import Record
-from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, Partition
+from txbroker.core.records import Partition, Record
+from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor
 from txbroker.door.writing import Copy, Refused
 from txbroker.errors import ConfigurationError
 
@@ -65,7 +65,7 @@ class DeadLetter(Struct, frozen=True):
         size: of its value, bytes; None: a tombstone.
     """
 
-    place: Source
+    place: MessageSource
     message: Record
     failed: Failed
     size: int | None
@@ -118,7 +118,7 @@ async def _set_aside_keys(door: ConsumingDoor, place: Partition) -> list[SetAsid
     ]
 
 
-def _concerned(record: Record) -> Source | None:
+def _concerned(record: Record) -> MessageSource | None:
     """Return the source in a release or a clearance."""
     for _name, value in record.headers[:1]:
         return parse_source((value or b"").decode(errors="replace"))
@@ -175,14 +175,14 @@ async def _dead_letters(
     if counted_max is not None:
         start = max(start, end - counted_max)
     found: list[DeadLetter] = []
-    retried: set[Source] = set()
+    retried: set[MessageSource] = set()
     # Backwards: the note that a dead letter was sent back follows it.
     for last in range(end, start, -_READ_OFFSETS):
         records = await door.read(place, max(start, last - _READ_OFFSETS), last)
         for record in reversed(records):
             at = read_retried(record)
             copy = read_copy(record)
-            letter = Source(*place, record.offset)
+            letter = MessageSource(*place, record.offset)
             if at is not None:
                 retried.add(at)
             elif copy is not None and letter not in retried:
@@ -271,7 +271,7 @@ async def _reread(
                 del left[offset]
 
 
-def _place(letter: DeadLetter) -> Source:
+def _place(letter: DeadLetter) -> MessageSource:
     return letter.place
 
 

@@ -15,8 +15,8 @@ from txbroker.core.consuming.position import (
     StoredOffset,
     decode_metadata,
 )
-from txbroker.core.records import Record
-from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, GroupDescription, Partition
+from txbroker.core.records import Partition, Record
+from txbroker.door.consuming import EARLIEST, LATEST, ConsumingDoor, GroupDescription
 from txbroker.errors import ConfigurationError
 
 _READ_OFFSETS = 1000
@@ -101,7 +101,7 @@ class GroupView(Struct, frozen=True):
         return sum(view.metadata.aside for view in self.partitions if view.metadata is not None)
 
 
-class Groups:
+class ConsumerGroups:
     """Looks at groups.
 
     Args:

@@ -9,9 +9,9 @@ from txbroker.consumer.rounds import StoreTraits
 from txbroker.consumer.stores.connections import Connections
 from txbroker.consumer.stores.results import DatabaseResults
 from txbroker.consumer.stores.stored import METADATA_MAX, StoredPositions
-from txbroker.core.consuming.copies import GroupTopics, Partition, read_copy
+from txbroker.core.consuming.copies import GroupTopics, read_copy
 from txbroker.core.consuming.position import StoredOffset, decode_metadata, encode_metadata
-from txbroker.core.records import Cause
+from txbroker.core.records import Cause, Partition
 from txbroker.databases.database import Database, check_database
 from txbroker.databases.dialect import Fault
 from txbroker.databases.kept import DEAD, RETRY, SET_ASIDE, UNPUBLISHED, Kept, KeptTable

@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from txbroker.core.consuming.position import StoredOffset
-from txbroker.door.consuming import Partition
+from txbroker.core.records import Partition
 from txbroker.door.writing import Copy
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 

@@ -15,7 +15,8 @@ from txbroker.core.consuming.position import (
     decode_metadata,
     encode_metadata,
 )
-from txbroker.door.consuming import GroupMember, Partition
+from txbroker.core.records import Partition
+from txbroker.door.consuming import GroupMember
 from txbroker.door.writing import Copy
 from txbroker.error_text import safe_repr
 from txbroker.errors import KafkaUnavailable

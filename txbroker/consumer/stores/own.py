@@ -8,7 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from txbroker.consumer.rounds import StoreTraits
 from txbroker.core.consuming.position import StoredOffset
-from txbroker.door.consuming import ConsumingDoor, Partition, StoreUnavailable
+from txbroker.core.records import Partition
+from txbroker.door.consuming import ConsumingDoor, StoreUnavailable
 from txbroker.door.writing import Copy, Fenced
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError

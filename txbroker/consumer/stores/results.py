@@ -14,7 +14,7 @@ from txbroker.consumer.engine.workers import Call, Handler, RolledBack, is_corou
 from txbroker.consumer.message import ReceivedMessage, source_of
 from txbroker.consumer.stores.connections import Connections
 from txbroker.consumer.stores.stored import StoredPositions
-from txbroker.consumer.stores.transaction import Transaction, Unanswered
+from txbroker.consumer.stores.transaction import CommitUnanswered, ResultTransaction
 from txbroker.databases.dialect import Fault
 from txbroker.databases.kept import KeptTable
 from txbroker.databases.positions import PositionTable, Settled, Stored
@@ -91,7 +91,7 @@ class DatabaseResults:
         """See `ResultStore.around`."""
         coroutine = is_coroutine_function(handler)
 
-        async def attempt(transaction: Transaction) -> int | None:
+        async def attempt(transaction: ResultTransaction) -> int | None:
             transaction.own_opened = self._connections.own_opened
             if coroutine:
                 async with self._connections.for_handler() as session:
@@ -99,18 +99,18 @@ class DatabaseResults:
             return await self._connections.in_thread(transaction.run)
 
         async def call(messages: list[ReceivedMessage], argument: Any) -> None:
-            transaction = Transaction(
+            transaction = ResultTransaction(
                 self._positions, self._database.dialect, engine, handler, messages, argument
             )
             with transaction.untimed():
                 await repeated(transaction)
 
-        async def repeated(transaction: Transaction) -> None:
+        async def repeated(transaction: ResultTransaction) -> None:
             for number in range(_BUSY_ATTEMPTS):
                 transaction.locks_first = number >= _LOCKS_AFTER
                 try:
                     stopped_at = await attempt(transaction)
-                except Unanswered:
+                except CommitUnanswered:
                     stopped_at = await self._look(transaction)
                 except Exception as error:
                     await self._failed(transaction, error, last=number + 1 == _BUSY_ATTEMPTS)
@@ -123,7 +123,9 @@ class DatabaseResults:
 
         return call
 
-    async def _failed(self, transaction: Transaction, error: Exception, *, last: bool) -> None:
+    async def _failed(
+        self, transaction: ResultTransaction, error: Exception, *, last: bool
+    ) -> None:
         """Return if a transaction is to be repeated.
 
         Args:
@@ -166,7 +168,7 @@ class DatabaseResults:
         await self._unavailable(transaction.engine, transaction.messages, raised or error)
         raise RolledBack
 
-    def _may_lose(self, transaction: Transaction) -> bool:
+    def _may_lose(self, transaction: ResultTransaction) -> bool:
         """Return whether messages that lost their session are handled again without a failure."""
         if self._connections.own_opened != transaction.own_opened:
             return True  # the server was restarted
@@ -176,7 +178,7 @@ class DatabaseResults:
         message.sessions_lost += len(transaction.messages) == 1
         return message.sessions_lost < _LOST_MAX
 
-    async def _can_write(self, transaction: Transaction) -> bool:
+    async def _can_write(self, transaction: ResultTransaction) -> bool:
         place = transaction.parts[0].settled.place
         try:
             await self._connections.transaction(lambda: self._positions.touch(place))
@@ -202,7 +204,7 @@ class DatabaseResults:
         self._failures += 1
         await asyncio.sleep(grown_pause_s(self._failures, _PAUSE_S, _PAUSE_MAX_S))
 
-    async def _look(self, transaction: Transaction) -> int | None:
+    async def _look(self, transaction: ResultTransaction) -> int | None:
         """Find out whether a commit was executed that was not answered.
 
         Raises:
@@ -227,7 +229,7 @@ class DatabaseResults:
     async def _looked(self, settled: Settled) -> Stored | None:
         return await self._connections.transaction(lambda: self._positions.look(settled))
 
-    async def _conclude(self, transaction: Transaction, stopped_at: int | None) -> None:
+    async def _conclude(self, transaction: ResultTransaction, stopped_at: int | None) -> None:
         """Take note of what a transaction stored.
 
         Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from txbroker.core.consuming.copies import Partition
 from txbroker.core.consuming.position import (
     Metadata,
     Position,
@@ -12,6 +11,7 @@ from txbroker.core.consuming.position import (
     decode_metadata,
     encode_metadata,
 )
+from txbroker.core.records import Partition
 
 METADATA_MAX = 1 << 24
 """Characters of the metadata of a position in a database."""

@@ -27,11 +27,11 @@ from txbroker.errors import ConfigurationError
 from txbroker.failpoints import failpoint
 
 
-class Unanswered(Exception):
+class CommitUnanswered(Exception):
     """Whether a commit was executed is unknown."""
 
 
-class Part:
+class TransactionPart:
     """The messages of a transaction that come from one feed of a partition."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Part:
         self.settled = Settled(place, partition.token, offsets, position=position)
 
 
-class Transaction:
+class ResultTransaction:
     """One call of a handler, and what it stores.
 
     Attributes:
@@ -83,7 +83,7 @@ class Transaction:
         for message in messages:
             by_feed.setdefault(message.feed, []).append(message)
         self.parts = [
-            Part(feed, by_feed[feed], engine.order, staged=engine.settlement.staged)
+            TransactionPart(feed, by_feed[feed], engine.order, staged=engine.settlement.staged)
             for feed in sorted(by_feed, key=lambda feed: feed.partition.place)
         ]
         self._call = engine.call_of(messages[0])
@@ -214,7 +214,7 @@ class Transaction:
 
     def _commit_failed(self, error: Exception) -> None:
         if self._dialect.fault(error) is Fault.UNAVAILABLE:
-            raise Unanswered from error
+            raise CommitUnanswered from error
         raise error
 
 

@@ -14,12 +14,11 @@ from txbroker.core.consuming.copies import (
     CLEARED_HEADER,
     RELEASE_HEADER,
     STAGED_HEADER,
-    Partition,
-    Source,
+    MessageSource,
     parse_source,
     read_copy,
 )
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
 
 KEYS_MAX = 1000
 """Set-aside keys of a partition; at this number it waits."""
@@ -108,7 +107,7 @@ class AsideKeys:
         entry.count += 1
         return key
 
-    def _note_about(self, name: str, source: Source, record: Record) -> bytes | int | None:
+    def _note_about(self, name: str, source: MessageSource, record: Record) -> bytes | int | None:
         """Take a record about copies of a key; return the key, None if it has none."""
         key = source.offset if record.key is None else record.key
         entry = self.keys.get(key)
@@ -137,23 +136,23 @@ class AsideKeys:
             del self.keys[key]
 
 
-def release_record(source: Source, key: bytes | None, reason: str) -> Record:
+def release_record(source: MessageSource, key: bytes | None, reason: str) -> Record:
     """Return the record that releases a key of the partition of `source`; without a key, the
     message at its offset."""
     return Record(key, reason.encode(), ((RELEASE_HEADER, str(source).encode()),))
 
 
-def clearance_record(source: Source, key: bytes | None, count: int) -> Record:
+def clearance_record(source: MessageSource, key: bytes | None, count: int) -> Record:
     """Return the record that marks the next `count` copies of a key, up to the message at `source`,
     as done."""
     return Record(key, b"%d" % count, ((CLEARED_HEADER, str(source).encode()),))
 
 
-def staged_record(source: Source, key: bytes | None) -> Record:
+def staged_record(source: MessageSource, key: bytes | None) -> Record:
     """Return the record that marks the first stage of a copy of a key as done."""
     return Record(key, None, ((STAGED_HEADER, str(source).encode()),))
 
 
-def failed_again_record(source: Source, key: bytes | None) -> Record:
+def failed_again_record(source: MessageSource, key: bytes | None) -> Record:
     """Return the record that ends a release: a copy of the key failed again."""
     return clearance_record(source, key, 0)

@@ -8,14 +8,11 @@ it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TypeAlias
 
 from msgspec import Struct
 
+from txbroker.core.records import Partition
 from txbroker.core.routing import OwnedPartitions, distribute, resolve_conflicts
-
-Partition: TypeAlias = tuple[str, int]
-"""Topic and partition number."""
 
 
 class Subscription(Struct, frozen=True):

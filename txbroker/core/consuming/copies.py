@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 from zlib import crc32
 
 from msgspec import Struct, structs
 
 from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER, SEQUENCE_HEADER
-from txbroker.core.records import Header, Record
+from txbroker.core.records import Header, Partition, Record
 
 SOURCE_HEADER = "txb-source"
 ATTEMPT_HEADER = "txb-attempt"
@@ -53,8 +53,6 @@ _SOURCE = re.compile(r"([A-Za-z0-9._-]{1,249})/([0-9]{1,10})@([0-9]{1,19})")
 GROUP_NAME_MAX = 200
 RETRY_PARTITIONS, DEAD_PARTITIONS, ASIDE_PARTITIONS = 16, 4, 16
 
-Partition: TypeAlias = tuple[str, int]
-
 
 class GroupTopics(NamedTuple):
     """The names of a group's topics."""
@@ -69,7 +67,7 @@ class GroupTopics(NamedTuple):
         return cls(*(f"{prefix}.{kind}.{group}" for kind in cls._fields))
 
 
-class Source(NamedTuple):
+class MessageSource(NamedTuple):
     """Where a message was first read."""
 
     topic: str
@@ -106,7 +104,7 @@ class Failed(Struct, frozen=True):
         left_out: what the copy lacks; None: it is whole.
     """
 
-    source: Source
+    source: MessageSource
     attempts: int
     due_ms: int = 0
     cause: str = ""
@@ -232,18 +230,18 @@ def _number(value: bytes) -> int | None:
     return int(value) if _NUMBER.fullmatch(value) else None
 
 
-def parse_source(text: str) -> Source | None:
+def parse_source(text: str) -> MessageSource | None:
     """Parse `TOPIC/PARTITION@OFFSET`; None if it is none."""
     match = _SOURCE.fullmatch(text)
-    return Source(match[1], int(match[2]), int(match[3])) if match else None
+    return MessageSource(match[1], int(match[2]), int(match[3])) if match else None
 
 
-def retried_record(letter: Source, reason: str) -> Record:
+def retried_record(letter: MessageSource, reason: str) -> Record:
     """Return the record that marks the dead letter at `letter`, in its topic, as sent back."""
     return Record(None, reason.encode(), ((RETRIED_HEADER, str(letter).encode()),))
 
 
-def read_retried(record: Record) -> Source | None:
+def read_retried(record: Record) -> MessageSource | None:
     """Return which dead letter a record marks as sent back; None if it is another record."""
     for name, value in record.headers[:1]:
         if name == RETRIED_HEADER:

@@ -69,7 +69,7 @@ class MessageEvent(StrEnum):
     REFUSED = "refused"
 
 
-class Feed(Protocol):
+class MessageFeed(Protocol):
     """Where messages of a partition come from; see `txbroker.core.consuming.partition.Feed`."""
 
     queue: PartitionQueue[Any]
@@ -86,7 +86,7 @@ class Partition(Protocol):
     in_flight: dict[Any, Any]
 
 
-class Rule(NamedTuple):
+class MessageRule(NamedTuple):
     """One change of state.
 
     Attributes:
@@ -97,7 +97,7 @@ class Rule(NamedTuple):
     """
 
     after: MessageState
-    effect: Callable[[Partition, Feed, Sequence[Any], Any], None]
+    effect: Callable[[Partition, MessageFeed, Sequence[Any], Any], None]
 
 
 def apply_event(
@@ -106,12 +106,12 @@ def apply_event(
     """Apply an event to messages of one feed of a partition, in order.
 
     Args:
-        detail: see `Rule.effect`.
+        detail: see `MessageRule.effect`.
 
     Returns:
         Those whose state allowed it; the others are left as they are.
     """
-    changed: dict[Rule, list[Any]] = {}
+    changed: dict[MessageRule, list[Any]] = {}
     for message in messages:
         rule = RULES.get((message.state, event))
         if rule is not None:
@@ -122,18 +122,18 @@ def apply_event(
     return list(chain.from_iterable(changed.values()))
 
 
-def _admit(partition: Partition, feed: Feed, messages: Sequence[Any], _: Any) -> None:
+def _admit(partition: Partition, feed: MessageFeed, messages: Sequence[Any], _: Any) -> None:
     feed.admit(messages)
     partition.queues.add(feed.queue, messages)
 
 
-def _take(partition: Partition, _feed: Feed, messages: Sequence[Any], call: Any) -> None:
+def _take(partition: Partition, _feed: MessageFeed, messages: Sequence[Any], call: Any) -> None:
     in_flight = partition.in_flight
     for message in messages:
         in_flight[message] = call
 
 
-def _finish(partition: Partition, feed: Feed, messages: Sequence[Any], _: Any) -> None:
+def _finish(partition: Partition, feed: MessageFeed, messages: Sequence[Any], _: Any) -> None:
     in_flight, finished = partition.in_flight, feed.finished
     for message in messages:
         in_flight.pop(message, None)
@@ -142,7 +142,7 @@ def _finish(partition: Partition, feed: Feed, messages: Sequence[Any], _: Any) -
     partition.queues.settle(feed.queue, messages)
 
 
-def _end_calls(partition: Partition, _feed: Feed, messages: Sequence[Any], _: Any) -> None:
+def _end_calls(partition: Partition, _feed: MessageFeed, messages: Sequence[Any], _: Any) -> None:
     """The lanes wait, and give their holder no more."""
     for message in messages:
         del partition.in_flight[message]
@@ -150,60 +150,60 @@ def _end_calls(partition: Partition, _feed: Feed, messages: Sequence[Any], _: An
             message.lane.holder = None
 
 
-def _leave_lane(partition: Partition, feed: Feed, messages: Sequence[Any], _: Any) -> None:
+def _leave_lane(partition: Partition, feed: MessageFeed, messages: Sequence[Any], _: Any) -> None:
     _end_calls(partition, feed, messages, _)
     partition.queues.settle(feed.queue, messages)
 
 
-def _retry(partition: Partition, feed: Feed, messages: Sequence[Any], due_s: float) -> None:
+def _retry(partition: Partition, feed: MessageFeed, messages: Sequence[Any], due_s: float) -> None:
     _end_calls(partition, feed, messages, due_s)
     for message in messages:
         message.attempt += 1
         partition.queues.delay(feed.queue, message, due_s)
 
 
-def _return(partition: Partition, feed: Feed, messages: Sequence[Any], _: Any) -> None:
+def _return(partition: Partition, feed: MessageFeed, messages: Sequence[Any], _: Any) -> None:
     """The first of them is in front again."""
     _end_calls(partition, feed, messages, _)
     for message in reversed(messages):
         partition.queues.put_back(feed.queue, message)
 
 
-def _count_done(partition: Partition, feed: Feed, messages: Sequence[Any], _: Any) -> None:
+def _count_done(partition: Partition, feed: MessageFeed, messages: Sequence[Any], _: Any) -> None:
     """The lanes have continued before."""
     for message in messages:
         feed.bytes -= message.size
         feed.finished.append(message.record.offset)
 
 
-def _repeat(partition: Partition, feed: Feed, messages: Sequence[Any], _: Any) -> None:
+def _repeat(partition: Partition, feed: MessageFeed, messages: Sequence[Any], _: Any) -> None:
     for message in reversed(messages):
         message.attempt += 1
         partition.queues.put_back(feed.queue, message)
 
 
-def _reenter_lane(partition: Partition, feed: Feed, messages: Sequence[Any], _: Any) -> None:
+def _reenter_lane(partition: Partition, feed: MessageFeed, messages: Sequence[Any], _: Any) -> None:
     for message in reversed(messages):
         message.attempt += 1
         partition.queues.take_back(feed.queue, message)
 
 
-TAKE = Rule(MessageState.IN_FLIGHT, _take)
-FINISH = Rule(MessageState.DONE, _finish)
+TAKE = MessageRule(MessageState.IN_FLIGHT, _take)
+FINISH = MessageRule(MessageState.DONE, _finish)
 """Hot paths apply these two without `apply_event`."""
 
-RULES: dict[tuple[MessageState, MessageEvent], Rule] = {
-    (MessageState.GATED, MessageEvent.ADMIT): Rule(MessageState.READY, _admit),
+RULES: dict[tuple[MessageState, MessageEvent], MessageRule] = {
+    (MessageState.GATED, MessageEvent.ADMIT): MessageRule(MessageState.READY, _admit),
     (MessageState.READY, MessageEvent.TAKE): TAKE,
     (MessageState.DELAYED, MessageEvent.TAKE): TAKE,  # the queues give it out when it is due
     (MessageState.IN_FLIGHT, MessageEvent.FINISH): FINISH,
-    (MessageState.IN_FLIGHT, MessageEvent.SEND): Rule(MessageState.SENT, _leave_lane),
-    (MessageState.IN_FLIGHT, MessageEvent.COPY): Rule(MessageState.COPYING, _end_calls),
-    (MessageState.IN_FLIGHT, MessageEvent.RETRY): Rule(MessageState.DELAYED, _retry),
-    (MessageState.IN_FLIGHT, MessageEvent.RETURN): Rule(MessageState.READY, _return),
-    (MessageState.IN_FLIGHT, MessageEvent.WITHHOLD): Rule(MessageState.WITHHELD, _end_calls),
+    (MessageState.IN_FLIGHT, MessageEvent.SEND): MessageRule(MessageState.SENT, _leave_lane),
+    (MessageState.IN_FLIGHT, MessageEvent.COPY): MessageRule(MessageState.COPYING, _end_calls),
+    (MessageState.IN_FLIGHT, MessageEvent.RETRY): MessageRule(MessageState.DELAYED, _retry),
+    (MessageState.IN_FLIGHT, MessageEvent.RETURN): MessageRule(MessageState.READY, _return),
+    (MessageState.IN_FLIGHT, MessageEvent.WITHHOLD): MessageRule(MessageState.WITHHELD, _end_calls),
     (MessageState.COPYING, MessageEvent.STORED): FINISH,
-    (MessageState.COPYING, MessageEvent.REFUSED): Rule(MessageState.READY, _repeat),
-    (MessageState.SENT, MessageEvent.STORED): Rule(MessageState.DONE, _count_done),
-    (MessageState.SENT, MessageEvent.REFUSED): Rule(MessageState.READY, _reenter_lane),
+    (MessageState.COPYING, MessageEvent.REFUSED): MessageRule(MessageState.READY, _repeat),
+    (MessageState.SENT, MessageEvent.STORED): MessageRule(MessageState.DONE, _count_done),
+    (MessageState.SENT, MessageEvent.REFUSED): MessageRule(MessageState.READY, _reenter_lane),
 }

@@ -10,13 +10,12 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 from txbroker.core.consuming.aside import AsideKeys
-from txbroker.core.consuming.copies import Partition
 from txbroker.core.consuming.lifecycle import MessageEvent, apply_event
 from txbroker.core.consuming.position import Metadata, StoredOffset
-from txbroker.core.consuming.progress import Progress
+from txbroker.core.consuming.progress import PartitionProgress
 from txbroker.core.consuming.queues import PartitionQueue, Queues, StopReason
 from txbroker.core.consuming.starts import StartCount
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
 
 _OF_LOG = frozenset({StopReason.ALONE, StopReason.CLEARING})
 """Stops of the log alone: a released key goes on."""
@@ -66,7 +65,7 @@ class Feed:
         return False
 
 
-class Log(Feed):
+class RecordFeed(Feed):
     """The records of a partition: their done offsets are in its progress.
 
     Args:
@@ -112,7 +111,7 @@ class PartitionState:
         place: Partition,
         queues: Queues[Any],
         lease: Lease,
-        progress: Progress,
+        progress: PartitionProgress,
         *,
         retries: bool = False,
         before: bool = False,
@@ -125,7 +124,7 @@ class PartitionState:
         self.progress = progress
         self.starts = StartCount()
         self.aside = AsideKeys(place)
-        self.log = Log(self, retries=retries, before=before)
+        self.log = RecordFeed(self, retries=retries, before=before)
         self.feeds: list[Feed] = [self.log]
         self.gate: deque[Any] = deque()
         self.in_flight: dict[Any, Any] = {}
@@ -213,7 +212,7 @@ class PartitionState:
     def saved(
         self, done_too: Sequence[int] = (), ahead_too: Sequence[int] = ()
     ) -> tuple[int, Metadata]:
-        """Return the position to store, see `Progress.saved`."""
+        """Return the position to store, see `PartitionProgress.saved`."""
         self.starts.forget(self.progress.position.low, self.progress.is_done)
         return self.progress.saved(self.head, done_too, ahead_too)
 
@@ -224,7 +223,7 @@ class PartitionState:
         *,
         distinct: bool = False,
     ) -> StoredOffset:
-        """Return what to commit, see `Progress.stored`."""
+        """Return what to commit, see `PartitionProgress.stored`."""
         self.starts.forget(self.progress.position.low, self.progress.is_done)
         return self.progress.stored(self.head, done_too, ahead_too, distinct=distinct)
 

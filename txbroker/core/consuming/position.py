@@ -236,11 +236,11 @@ class Metadata(Struct, frozen=True):
     topic_id: str = ""
     aside: int = 0
     ranges: Ranges = ()
-    later: Later | None = None
+    later: LaterPosition | None = None
     starts: Starts = NO_STARTS
 
 
-class Later(NamedTuple):
+class LaterPosition(NamedTuple):
     """The low-water mark of the later stages, and the done ranges above it."""
 
     low: int
@@ -326,7 +326,7 @@ def decode_metadata(offset: int, text: str) -> Metadata | None:
             length = next((at for at, byte in enumerate(data, 1) if byte < 0x80), 1)
             (before,) = _numbers(data[:length])
             low = offset - before
-            later = Later(low, _decode_ranges(low, data[length:], format_))
+            later = LaterPosition(low, _decode_ranges(low, data[length:], format_))
         begun = Starts.parse(starts) if starts is not None else NO_STARTS
     except (ValueError, zlib.error):
         raise ForeignMetadata(text) from None

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from txbroker.core.consuming.position import (
     METADATA_LENGTH_MAX,
-    Later,
+    LaterPosition,
     Metadata,
     Position,
     StoredOffset,
@@ -16,7 +16,7 @@ from txbroker.core.consuming.position import (
 )
 
 
-class Progress:
+class PartitionProgress:
     """The done offsets of one partition, those that are ahead, and what may be stored of them.
 
     An offset is *ahead* if its first stage is stored, while later stages are not done: the stored
@@ -85,7 +85,7 @@ class Progress:
         if self.ahead or ahead_too:
             self.ahead.intersection_update(self.position.undone(self.ahead))
             if ahead := position.undone(self.ahead.union(ahead_too)):
-                later = Later(position.low, position.ranges())
+                later = LaterPosition(position.low, position.ranges())
                 position = position.with_done(ahead)
         token = head.token + self._token_steps
         metadata = structs.replace(head, token=token, ranges=position.ranges(), later=later)

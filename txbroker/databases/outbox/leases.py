@@ -27,7 +27,7 @@ class RelayIdentity(NamedTuple):
     shards: int
 
 
-class Lease(Struct, frozen=True):
+class ShardLease(Struct, frozen=True):
     """A shard, as stored.
 
     Attributes:
@@ -63,14 +63,14 @@ class Leases:
         relay, identity, shards = found.rows[0]
         return RelayIdentity(str(relay), str(identity), int(shards))
 
-    def all(self) -> Steps[list[Lease]]:
+    def all(self) -> Steps[list[ShardLease]]:
         """Return all leases."""
         found = yield Query(
             f"SELECT shard, owner, lease_until - {self._dialect.now_ms}, wanted_by "
             f"FROM {RELAY} ORDER BY shard"
         )
         return [
-            Lease(int(shard), str(owner), int(left_ms), str(wanted_by))
+            ShardLease(int(shard), str(owner), int(left_ms), str(wanted_by))
             for shard, owner, left_ms, wanted_by in found.rows
         ]
 

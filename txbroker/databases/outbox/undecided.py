@@ -23,7 +23,7 @@ CHECKS_MAX = 15
 _OF_ONE = f"state = '{UNKNOWN}'"
 
 
-class Attempt(NamedTuple):
+class StoredAttempt(NamedTuple):
     """An attempt that is stored: its number, from 1, and the rows to be decided, in order."""
 
     number: int
@@ -66,7 +66,7 @@ class UndecidedRows:
             )
         return ids
 
-    def attempt(self, id: str) -> Steps[Attempt | None]:
+    def attempt(self, id: str) -> Steps[StoredAttempt | None]:
         """Store an attempt, and return it; None: the rows are decided, given up now, or no longer
         due, as another relay has begun an attempt."""
         prepared = yield from self._find_prepared(id)
@@ -92,7 +92,7 @@ class UndecidedRows:
             f"SELECT {', '.join(FullRow._fields)} FROM {OUTBOX} {of_rows} ORDER BY position",
             prepared.ids,
         )
-        return Attempt(number, [FullRow(*row) for row in rows.rows]) if rows.rows else None
+        return StoredAttempt(number, [FullRow(*row) for row in rows.rows]) if rows.rows else None
 
     def decide(
         self, id: str, decision: Decision, messages: Sequence[Message] | None, cause: str

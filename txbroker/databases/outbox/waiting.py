@@ -100,7 +100,7 @@ class FullRow(NamedTuple):
     order_key: str | None
 
 
-class Refused(Struct, frozen=True):
+class RefusedRows(Struct, frozen=True):
     """Rows that Kafka refused for one reason.
 
     Attributes:
@@ -308,7 +308,7 @@ class WaitingRows:
 
     def refuse(
         self,
-        refused: Sequence[Refused],
+        refused: Sequence[RefusedRows],
         positions: Iterable[int],
         pauses_ms: Sequence[int],
     ) -> Steps[None]:

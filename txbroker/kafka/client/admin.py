@@ -16,7 +16,7 @@ from txbroker.kafka.protocol.schemas import (
     RIGHTS_NOT_REQUESTED,
     CreateTopicsV3,
     DescribeConfigsV2,
-    alter_configs,
+    IncrementalAlterConfigsV0,
     metadata,
 )
 from txbroker.net.timers import Backoff
@@ -113,7 +113,7 @@ class Admin:
         timeout_ms = round(settings.request_timeout_s * 1000)
         while True:
             try:
-                answer = await self._ask_controller(CreateTopicsV3(requests, timeout_ms, False))
+                answer = await self._ask_controller(CreateTopicsV3(requests, timeout_ms))
                 for name, code, *message in answer.topic_errors:
                     if code not in (Code.NONE, Code.TOPIC_EXISTS):
                         reason = (message and message[0]) or describe(code)
@@ -147,7 +147,8 @@ class Admin:
         Raises:
             KafkaRefused: Kafka rejects a setting; the message holds the reason.
         """
-        answer = await self._client.ask_any(alter_configs(topic, configs), _CHANNEL)
+        request = IncrementalAlterConfigsV0([(topic, list(configs.items()))])
+        answer = await self._client.ask_any(request, _CHANNEL)
         for code, message, _type, name in answer.resources:
             if code != Code.NONE:
                 raise KafkaRefused(

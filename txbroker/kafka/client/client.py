@@ -18,7 +18,7 @@ from msgspec import Struct
 from txbroker.config.addresses import Address, parse_address
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.connection import (
-    Connection,
+    BrokerConnection,
     is_refusal,
     open_connection,
     why_not,
@@ -28,14 +28,13 @@ from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, RETRIABLE, Code, de
 from txbroker.kafka.protocol.encoder import Request
 from txbroker.kafka.protocol.schemas import FindCoordinatorV1, MetadataV5
 
-_IDLE_MS = 9 * 60 * 1000  # a minute less than the brokers' default: we close first
 GROUP, TRANSACTION = 0, 1
 """Kinds of coordinators."""
 _LOST = (OSError, KafkaError, TimeoutError)
 """Errors of a connection that mean that no answer will come."""
 
 
-Opener = Callable[..., Awaitable[Connection]]
+Opener = Callable[..., Awaitable[BrokerConnection]]
 """Opens a connection: `open_connection`, or a substitute in tests."""
 
 
@@ -97,7 +96,7 @@ class Client:
         """Host and port of each broker in the last metadata."""
         self.controller = -1
         """The controller in the last metadata, which creates topics."""
-        self._connections: dict[tuple[int, str], Connection] = {}
+        self._connections: dict[tuple[int, str], BrokerConnection] = {}
         self._attempts: dict[tuple[int, str], asyncio.Future[str]] = {}
         """Attempts to connect that are in progress; the result is why one failed, or empty."""
         self._unresponsive: set[int] = set()
@@ -133,7 +132,7 @@ class Client:
         try:
             result = await answer
         except _LOST as error:
-            raise self._unanswered(node, channel, connection, error) from None
+            raise self._give_up(node, channel, connection, error) from None
         self._unresponsive.discard(node)
         return result
 
@@ -163,13 +162,13 @@ class Client:
             on_answer(answer)
 
         def lost(error: Exception) -> None:
-            on_error(self._unanswered(node, channel, connection, error))
+            on_error(self._give_up(node, channel, connection, error))
 
         with _sending(node):
             connection.send(request, _Callbacks(answered, lost))
 
-    def _unanswered(
-        self, node: int, channel: str, connection: Connection, error: Exception
+    def _give_up(
+        self, node: int, channel: str, connection: BrokerConnection, error: Exception
     ) -> Unanswered:
         """Close a connection that did not answer; return the error to raise."""
         self._unresponsive.add(node)
@@ -212,7 +211,9 @@ class Client:
         """Open a channel to broker `node` unless it is open."""
         await self._connection(node, channel, None)
 
-    async def _connection(self, node: int, channel: str, timeout_s: float | None) -> Connection:
+    async def _connection(
+        self, node: int, channel: str, timeout_s: float | None
+    ) -> BrokerConnection:
         key = (node, channel)
         while True:
             connection = self._connections.get(key)
@@ -241,7 +242,7 @@ class Client:
             attempt.set_result(why)
         return connection
 
-    async def _connect_to(self, node: int, timeout_s: float | None) -> Connection:
+    async def _connect_to(self, node: int, timeout_s: float | None) -> BrokerConnection:
         address = self.brokers.get(node)
         if address is None:
             await self.refresh(())
@@ -254,7 +255,9 @@ class Client:
             raise NotSent("the Kafka client is closed")
         return connection
 
-    async def _connect(self, host: str, port: int, timeout_s: float | None = None) -> Connection:
+    async def _connect(
+        self, host: str, port: int, timeout_s: float | None = None
+    ) -> BrokerConnection:
         if self._closed:
             raise NotSent("the Kafka client is closed")
         try:
@@ -267,8 +270,7 @@ class Client:
                 host,
                 port,
                 client_id=self.settings.client_id,
-                request_timeout_ms=round((timeout_s or self.settings.request_timeout_s) * 1000),
-                max_idle_ms=_IDLE_MS,
+                request_timeout_s=timeout_s or self.settings.request_timeout_s,
                 **arguments,
             )
         except (OSError, KafkaError, TimeoutError) as error:
@@ -276,7 +278,7 @@ class Client:
             kind = LoginRefused if is_refusal(error) else NotSent
             raise kind(f"no connection to Kafka at {Address(host, port)}{why}") from None
 
-    def _drop(self, node: int, channel: str, connection: Connection) -> None:
+    def _drop(self, node: int, channel: str, connection: BrokerConnection) -> None:
         if self._connections.get((node, channel)) is connection:
             del self._connections[node, channel]
         connection.close()

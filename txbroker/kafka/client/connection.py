@@ -30,6 +30,7 @@ from aiokafka.errors import (
 )
 
 from txbroker.kafka.client.login import NoToken
+from txbroker.kafka.protocol.codes import Code
 from txbroker.kafka.protocol.encoder import Request, Versions
 from txbroker.kafka.protocol.schemas import ApiVersionsV0, SaslAuthenticateV1, SaslHandshakeV1
 
@@ -39,18 +40,20 @@ that are used after it (`connections.max.reauth.ms`)."""
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
+_IDLE_S = 9 * 60.0  # a minute less than the brokers' default: we close first
 _SIZE = struct.Struct(">i")
 _NUMBERS = 1 << 31
 _FIRST_REQUEST: Versions = {ApiVersionsV0.API_KEY: (0, 0)}
 
-_UNSUPPORTED_MECHANISM, _ILLEGAL_STATE, _REFUSED = 33, 34, 58
-_LOGIN_CODES = frozenset({_UNSUPPORTED_MECHANISM, _ILLEGAL_STATE, _REFUSED})
+_LOGIN_CODES = frozenset(
+    {Code.UNSUPPORTED_SASL_MECHANISM, Code.ILLEGAL_SASL_STATE, Code.SASL_AUTHENTICATION_FAILED}
+)
 _OTHERS_CERTIFICATE = frozenset({62, 64})
 _EXPIRED, _NOT_YET = 10, 9
 _UNKNOWN_ISSUER = frozenset({2, 18, 19, 20, 21})
 
 
-class Connection(asyncio.Protocol):
+class BrokerConnection(asyncio.Protocol):
     """A connection to a broker, which answers requests in their order. It closes before its login
     expires.
 
@@ -58,11 +61,11 @@ class Connection(asyncio.Protocol):
         host, port: of the broker.
         client_id: the client in the broker's logs and quotas.
         request_timeout_s: after this time a request counts as unanswered, seconds.
-        idle_s: without a request for this time it closes, seconds; None: never.
+        idle_s: without a request for this time it closes, seconds.
     """
 
     def __init__(
-        self, host: str, port: int, client_id: str, request_timeout_s: float, idle_s: float | None
+        self, host: str, port: int, client_id: str, request_timeout_s: float, idle_s: float
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._address = f"{host}:{port}"
@@ -210,8 +213,6 @@ class Connection(asyncio.Protocol):
         self.close(error)
 
     def _close_if_idle(self) -> None:
-        if self._idle_s is None:
-            return
         left_s = self._answered_s + self._idle_s - self._loop.time()
         if left_s <= 0 and not self._requests:
             self.close()
@@ -232,10 +233,10 @@ async def open_connection(
     security_protocol: str = "PLAINTEXT",
     ssl_context: ssl.SSLContext | None = None,
     client_id: str = "txbroker",
-    request_timeout_ms: int = 40_000,
-    max_idle_ms: int | None = None,
+    request_timeout_s: float = 40.0,
+    idle_s: float = _IDLE_S,
     **login: Any,
-) -> Connection:
+) -> BrokerConnection:
     """Open a connection and log in.
 
     Args:
@@ -246,11 +247,9 @@ async def open_connection(
         ssl.SSLError: the TLS handshake failed.
         KafkaError: the broker closes the connection, or refuses the login.
     """
-    timeout_s = request_timeout_ms / 1000
-    idle_s = None if max_idle_ms is None else max_idle_ms / 1000
-    connection = Connection(host, port, client_id, timeout_s, idle_s)
+    connection = BrokerConnection(host, port, client_id, request_timeout_s, idle_s)
     context = ssl_context if security_protocol.endswith("SSL") else None
-    async with asyncio.timeout(timeout_s):
+    async with asyncio.timeout(request_timeout_s):
         await asyncio.get_running_loop().create_connection(
             lambda: connection, host, port, ssl=context
         )
@@ -275,12 +274,12 @@ class _Authenticator(LibraryAuthenticator):
     async def step(self, payload: bytes | None) -> tuple[bytes, bool] | None:
         """Return the next message, None at the end."""
         if payload:
-            raise SaslAuthenticationFailed(_token_refused(payload))
+            raise SaslAuthenticationFailed(_token_refusal(payload))
         step: tuple[bytes, bool] | None = await super().step(payload)  # type: ignore[no-untyped-call]
         return step
 
 
-async def _log_in(connection: Connection, sasl_mechanism: str, **arguments: Any) -> None:
+async def _log_in(connection: BrokerConnection, sasl_mechanism: str, **arguments: Any) -> None:
     try:
         answer = await connection.send(SaslHandshakeV1(sasl_mechanism))
     except NotImplementedError:
@@ -317,7 +316,7 @@ def _authenticator(mechanism: str, arguments: dict[str, Any]) -> Any:
     return ScramAuthenticator(sasl_mechanism=mechanism, **arguments)  # type: ignore[no-untyped-call]
 
 
-def _token_refused(payload: bytes) -> str:
+def _token_refusal(payload: bytes) -> str:
     try:
         status = str(json.loads(payload).get("status", ""))
     except (ValueError, AttributeError):
@@ -415,11 +414,11 @@ def _about_tls(error: ssl.SSLError) -> str:
 def _about_login(error: KafkaError, arguments: dict[str, Any]) -> str:
     mechanism = arguments.get("sasl_mechanism", "")
     code = getattr(error, "errno", None)
-    if code == _UNSUPPORTED_MECHANISM:
+    if code == Code.UNSUPPORTED_SASL_MECHANISM:
         return f"the broker does not support {mechanism}: see kafka_sasl_mechanism"
-    if code == _ILLEGAL_STATE:
+    if code == Code.ILLEGAL_SASL_STATE:
         return "this port takes no login: see kafka_security_protocol"
-    if code == _REFUSED:
+    if code == Code.SASL_AUTHENTICATION_FAILED:
         if mechanism == "OAUTHBEARER":
             reason = error.args[0] if error.args else "the broker refuses the token"
             return f"{reason}: check its expiry and its audience"

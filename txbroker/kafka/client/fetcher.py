@@ -18,8 +18,8 @@ from typing import Any
 import structlog
 from msgspec import Struct
 
+from txbroker.core.records import Partition
 from txbroker.door.consuming import Deliver, Fetcher, FetchFailed, FetchingEnded, OffsetMissing
-from txbroker.door.writing import Partition
 from txbroker.error_text import raised_at, safe_repr
 from txbroker.errors import ConfigurationError, InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused
@@ -72,7 +72,7 @@ class _Feed(Struct, eq=False):
 
     partition: Partition
     position: int
-    broker: _Broker | None = None
+    broker: _BrokerFeeds | None = None
     paused: bool = False
     busy: bool = True
     held: Fetched | None = None
@@ -80,7 +80,7 @@ class _Feed(Struct, eq=False):
     failures: int = 0
 
 
-class _Broker(Struct, eq=False):
+class _BrokerFeeds(Struct, eq=False):
     """The partitions that a broker leads, the longest unserved first, and its lanes."""
 
     node: int
@@ -102,7 +102,7 @@ class KafkaFetcher(Fetcher):
         self._loop = asyncio.get_running_loop()
         self._channel = f"fetch{next(_NUMBERS)}/"
         self._feeds: dict[Partition, _Feed] = {}
-        self._brokers: dict[int, _Broker] = {}
+        self._brokers: dict[int, _BrokerFeeds] = {}
         self._homeless: list[_Feed] = []
         """Feeds whose leader must be looked up."""
         self._placing = False
@@ -195,7 +195,7 @@ class KafkaFetcher(Fetcher):
             return
         broker = self._brokers.get(leader)
         if broker is None:
-            broker = _Broker(leader, {}, list(range(_LANES)), asyncio.Lock())
+            broker = _BrokerFeeds(leader, {}, list(range(_LANES)), asyncio.Lock())
             self._brokers[leader] = broker
         broker.feeds[feed.partition] = feed
         feed.broker, feed.busy = broker, False
@@ -203,13 +203,13 @@ class KafkaFetcher(Fetcher):
 
     # --- requests ----------------------------------------------------------------------------
 
-    def _schedule(self, broker: _Broker) -> None:
+    def _schedule(self, broker: _BrokerFeeds) -> None:
         """Send ready partitions at the end of this iteration of the event loop, in one request."""
         if not broker.scheduled:
             broker.scheduled = True
             self._loop.call_soon(self._send, broker)
 
-    def _send(self, broker: _Broker) -> None:
+    def _send(self, broker: _BrokerFeeds) -> None:
         broker.scheduled = False
         feeds = [feed for feed in broker.feeds.values() if not (feed.busy or feed.paused)]
         if not feeds or not broker.free:
@@ -220,7 +220,7 @@ class KafkaFetcher(Fetcher):
             feed.busy = True
         self._spawn(self._fetch(broker, lane, feeds))
 
-    async def _fetch(self, broker: _Broker, lane: int, feeds: list[_Feed]) -> None:
+    async def _fetch(self, broker: _BrokerFeeds, lane: int, feeds: list[_Feed]) -> None:
         """Send one request, and deliver the answer."""
         wait_ms = _WAIT_MS if broker.free else _LAST_LANE_WAIT_MS
         entries = (
@@ -252,7 +252,7 @@ class KafkaFetcher(Fetcher):
     # --- answers -----------------------------------------------------------------------------
 
     def _read(
-        self, broker: _Broker, feeds: list[_Feed], answer: Any
+        self, broker: _BrokerFeeds, feeds: list[_Feed], answer: Any
     ) -> list[tuple[_Feed, Fetched]]:
         """Return what to deliver now; hold answers of paused partitions, retry refused ones."""
         asked = {feed.partition: feed for feed in feeds}
@@ -266,7 +266,7 @@ class KafkaFetcher(Fetcher):
                     self._refused(broker, feed, fields[1])
                     continue
                 try:
-                    fetched = _fetched(feed, fields)
+                    fetched = _answer_of(feed, fields)
                 except InvariantBroken as error:
                     self._retry([feed], BatchUnreadable(str(error)))
                     continue
@@ -279,7 +279,7 @@ class KafkaFetcher(Fetcher):
         self._retry(asked.values(), KafkaUnavailable(f"broker {broker.node} left it out"))
         return found
 
-    def _refused(self, broker: _Broker, feed: _Feed, code: int) -> None:
+    def _refused(self, broker: _BrokerFeeds, feed: _Feed, code: int) -> None:
         if code == Code.OFFSET_OUT_OF_RANGE:
             self._spawn(self._check_missing(broker, feed))
             return
@@ -287,7 +287,7 @@ class KafkaFetcher(Fetcher):
             self._client.forget_leader(*feed.partition)
         self._retry([feed], _refusal(feed.partition, code))
 
-    async def _check_missing(self, broker: _Broker, feed: _Feed) -> None:
+    async def _check_missing(self, broker: _BrokerFeeds, feed: _Feed) -> None:
         """End fetching, unless a broker that does not lead (any more) misses the offset."""
         topic, number = feed.partition
         try:
@@ -302,7 +302,7 @@ class KafkaFetcher(Fetcher):
             what = f"{topic}-{number} has no offset {feed.position} (any more)"
             self._failed(feed.partition, OffsetMissing(what))
 
-    async def _take(self, broker: _Broker, found: list[tuple[_Feed, Fetched]]) -> None:
+    async def _take(self, broker: _BrokerFeeds, found: list[tuple[_Feed, Fetched]]) -> None:
         """Deliver answers, while the next request is in flight."""
         if not found:
             return
@@ -386,7 +386,7 @@ def _leave(feed: _Feed) -> None:
         del broker.feeds[feed.partition]
 
 
-def _fetched(feed: _Feed, fields: tuple[Any, ...]) -> Fetched:
+def _answer_of(feed: _Feed, fields: tuple[Any, ...]) -> Fetched:
     name = "{}-{}".format(*feed.partition)
     stop = partial(_stop, name)
     return Fetched(name, feed.position, fields, append_time=False, unreadable=stop, decode=_decode)

@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 from aiokafka.coordinator.protocol import ConsumerProtocol
 
 from txbroker.core.consuming.position import StoredOffset
+from txbroker.core.records import Partition
 from txbroker.door.consuming import GroupDescription
-from txbroker.door.writing import Fenced, GroupOffsets, Partition, Unknown
+from txbroker.door.writing import Fenced, GroupOffsets, Unknown
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.client import (
     GROUP,
@@ -155,7 +156,7 @@ async def committed_offsets(client: Client, group: str) -> Committed:
 
 async def describe_group(client: Client, group: str) -> GroupDescription:
     """Return a group as its coordinator describes it."""
-    answer = await ask_group(client, group, DescribeGroupsV4([group], False), _backoff(client))
+    answer = await ask_group(client, group, DescribeGroupsV4([group]), _backoff(client))
     _refuse(answer, f"describe group {group}")
     ((_code, _group, state, _type, _protocol, members, _rights),) = answer.groups
     return GroupDescription(

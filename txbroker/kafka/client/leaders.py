@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Collection, Coroutine
 from typing import Any, NamedTuple
 
-from txbroker.door.writing import Partition
+from txbroker.core.records import Partition
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused, NotSent
 from txbroker.kafka.protocol.codes import Code

@@ -207,9 +207,7 @@ class Member(Generic[A]):
     async def holder(self) -> InstanceHolder | None:
         """Return the process that uses our instance id now; None if unknown."""
         node = await self._client.coordinator(GROUP, self._group)
-        answer = await self._client.ask(
-            node, DescribeGroupsV4([self._group], False), _DESCRIBE_CHANNEL
-        )
+        answer = await self._client.ask(node, DescribeGroupsV4([self._group]), _DESCRIBE_CHANNEL)
         for member in (member for group in answer.groups for member in group[5]):
             _, instance, _, host, metadata, _ = member
             # During a rebalance the coordinator returns no metadata.

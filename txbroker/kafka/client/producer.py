@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from txbroker.door.writing import Partition
+from txbroker.core.records import Partition
 from txbroker.errors import KafkaUnavailable, TxbrokerError
 from txbroker.kafka.client.client import (
     TRANSACTION,
@@ -56,7 +56,7 @@ its successor may have the batch."""
 _REQUEST_BYTES_MAX = 32 << 20  # brokers take 100 MiB; smaller requests block others for less time
 
 
-class Stored(NamedTuple):
+class StoredBatch(NamedTuple):
     """Where a batch was stored; -1 if the broker did not return it."""
 
     base_offset: int
@@ -260,7 +260,7 @@ class Producer:
 
     async def produce(
         self, batches: Mapping[Partition, Body], backoff: Backoff
-    ) -> dict[Partition, Stored]:
+    ) -> dict[Partition, StoredBatch]:
         """Write one batch to each partition, concurrently; return where they were stored.
 
         Retries send the same bytes, which brokers deduplicate.
@@ -274,7 +274,7 @@ class Producer:
         self._begun = True
         waiting = {partition: self._encode(partition, body) for partition, body in batches.items()}
         maybe_stored: set[Partition] = set()
-        stored: dict[Partition, Stored] = {}
+        stored: dict[Partition, StoredBatch] = {}
         reason = ""
         creation_deadline_s = backoff.left_s - TOPIC_CREATION_S
         while waiting:
@@ -363,7 +363,7 @@ class Producer:
         for topic, number, result, base_offset, timestamp_ms, message, records in answers:
             if result in LEADER_MOVED:
                 self._client.forget_leader(topic, number)
-            where = Stored(base_offset, timestamp_ms)
+            where = StoredBatch(base_offset, timestamp_ms)
             results.append(_Result((topic, number), result, where, message, records))
         return results
 
@@ -580,12 +580,12 @@ class Producer:
 class _Result(NamedTuple):
     partition: Partition
     code: int
-    where: Stored
+    where: StoredBatch
     message: str | None
     records: Sequence[int] = ()
 
 
-_NOWHERE = Stored(-1, -1)
+_NOWHERE = StoredBatch(-1, -1)
 
 
 def _by_request(

@@ -13,9 +13,8 @@ from typing import Any
 
 import structlog
 
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
 from txbroker.door.protocols import Hanging, LogTruncated
-from txbroker.door.writing import Partition
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Unanswered, is_retriable
 from txbroker.kafka.client.leaders import confirm_leader

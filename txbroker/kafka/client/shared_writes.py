@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from txbroker.door.writing import Partition
+from txbroker.core.records import Partition
 from txbroker.errors import TxbrokerError
 from txbroker.kafka.client.client import Client, NotSent, Unanswered
 from txbroker.kafka.protocol.codes import Code
@@ -44,7 +44,7 @@ class _Batch(Struct, eq=False):
     answer: asyncio.Future[PartitionResult]
 
 
-class _Request(Struct, eq=False):
+class _WriteRequest(Struct, eq=False):
     """Batches sent together."""
 
     node: int
@@ -54,7 +54,7 @@ class _Request(Struct, eq=False):
     """Called once the outcome is known."""
 
 
-class _Broker:
+class _BrokerQueue:
     """Batches that wait for one broker, in order, and its channels in use."""
 
     def __init__(self, node: int) -> None:
@@ -82,9 +82,9 @@ class SharedWrites:
         self._client = client
         self._at_once = at_once
         self._wait_max_s = wait_max_s
-        self._brokers: dict[int, _Broker] = {}
+        self._brokers: dict[int, _BrokerQueue] = {}
         self._isolated: set[Partition] = set()
-        self._in_flight: set[_Request] = set()
+        self._in_flight: set[_WriteRequest] = set()
         self._connecting: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -139,11 +139,11 @@ class SharedWrites:
         """Write one batch over `own_channel`, or combined with others if it is ""."""
         broker = self._brokers.get(leader)
         if broker is None:
-            broker = self._brokers[leader] = _Broker(leader)
+            broker = self._brokers[leader] = _BrokerQueue(leader)
         try:
             if own_channel:
                 await self._client.connect(leader, own_channel)
-                self._send(_Request(leader, own_channel, [batch]))
+                self._send(_WriteRequest(leader, own_channel, [batch]))
             else:
                 broker.waiting[batch] = None
                 self._schedule(broker)
@@ -157,7 +157,7 @@ class SharedWrites:
 
     # --- requests ----------------------------------------------------------------------------
 
-    def _schedule(self, broker: _Broker) -> None:
+    def _schedule(self, broker: _BrokerQueue) -> None:
         """Send waiting batches in the next iteration, or after the maximum wait."""
         if not broker.waiting or broker.scheduled:
             return
@@ -167,13 +167,13 @@ class SharedWrites:
             loop = asyncio.get_running_loop()
             broker.timer = loop.call_later(self._wait_max_s, self._on_timer, broker)
 
-    def _on_timer(self, broker: _Broker) -> None:
+    def _on_timer(self, broker: _BrokerQueue) -> None:
         """Send one more request: those in flight take too long."""
         broker.timer = None
         if broker.waiting and not broker.scheduled:
             self._send_soon(broker)
 
-    def _send_soon(self, broker: _Broker) -> None:
+    def _send_soon(self, broker: _BrokerQueue) -> None:
         _cancel_timer(broker)
         broker.scheduled = True
         number = next(n for n in itertools.count() if n not in broker.channels)
@@ -181,7 +181,7 @@ class SharedWrites:
         # In the next iteration, so as to combine all batches of this one.
         asyncio.get_running_loop().call_soon(self._send_next, broker, number)
 
-    def _send_next(self, broker: _Broker, number: int) -> None:
+    def _send_next(self, broker: _BrokerQueue, number: int) -> None:
         """Send waiting batches in one request, over an open connection."""
         broker.scheduled = False
         channel = f"shared/{number}"
@@ -194,7 +194,7 @@ class SharedWrites:
             self._connecting.add(task)
             task.add_done_callback(self._connecting.discard)
 
-    async def _connect(self, broker: _Broker, number: int, channel: str) -> None:
+    async def _connect(self, broker: _BrokerQueue, number: int, channel: str) -> None:
         """Open a connection, then send the batches that wait by then; without one fail them."""
         try:
             await self._client.connect(broker.node, channel)
@@ -204,10 +204,12 @@ class SharedWrites:
             _fail_all(waiting, error)
         self._send_over(broker, number, channel)
 
-    def _send_over(self, broker: _Broker, number: int, channel: str) -> None:
+    def _send_over(self, broker: _BrokerQueue, number: int, channel: str) -> None:
         """Send waiting batches over an open connection."""
         batches = _take(broker)
-        request = _Request(broker.node, channel, batches, lambda: self._release(broker, number))
+        request = _WriteRequest(
+            broker.node, channel, batches, lambda: self._release(broker, number)
+        )
         try:
             if batches:
                 self._send(request)
@@ -219,12 +221,12 @@ class SharedWrites:
             else:
                 self._release(broker, number)
 
-    def _release(self, broker: _Broker, number: int) -> None:
+    def _release(self, broker: _BrokerQueue, number: int) -> None:
         """Free the channel of a request that is done."""
         broker.channels.discard(number)
         self._schedule(broker)
 
-    def _send(self, request: _Request) -> None:
+    def _send(self, request: _WriteRequest) -> None:
         """Send batches in one request; its answer resolves their futures."""
         batches = request.batches
         topics = by_topic((b.partition[0], (b.partition[1], b.encoded)) for b in batches)
@@ -241,7 +243,7 @@ class SharedWrites:
         )
         self._in_flight.add(request)
 
-    def _take_answer(self, request: _Request, answer: Any) -> None:
+    def _take_answer(self, request: _WriteRequest, answer: Any) -> None:
         try:
             results = {
                 (result.topic, result.partition): result
@@ -254,13 +256,13 @@ class SharedWrites:
         _resolve(request.batches, results)
         request.on_done()
 
-    def _fail(self, request: _Request, error: Exception) -> None:
+    def _fail(self, request: _WriteRequest, error: Exception) -> None:
         self._in_flight.discard(request)
         _fail_all(request.batches, error)
         request.on_done()
 
 
-def _take(broker: _Broker) -> list[_Batch]:
+def _take(broker: _BrokerQueue) -> list[_Batch]:
     """Remove the batches of the next request from those that wait; the oldest is always included.
 
     At most one batch of a partition, its oldest.
@@ -280,7 +282,7 @@ def _take(broker: _Broker) -> list[_Batch]:
     return list(batches.values())
 
 
-def _cancel_timer(broker: _Broker) -> None:
+def _cancel_timer(broker: _BrokerQueue) -> None:
     if broker.timer is not None:
         broker.timer.cancel()
         broker.timer = None

@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
-from txbroker.core.records import Cause, Record
+from txbroker.core.records import Cause, Partition, Record
 from txbroker.door.delivering import PositionScan, claim_record
 from txbroker.door.writing import (
     Copy,
     Fenced,
     GroupOffsets,
-    Partition,
     PositionRecord,
     Refused,
     Unknown,

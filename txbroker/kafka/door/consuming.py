@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from txbroker.config.access import KafkaAccess
-from txbroker.core.records import Cause, Record
+from txbroker.core.records import Cause, Partition, Record
 from txbroker.door.consuming import (
     LATEST,
     ConsumingDoor,
@@ -20,7 +20,7 @@ from txbroker.door.consuming import (
     TopicIdentity,
     TopicSpec,
 )
-from txbroker.door.writing import Copy, Partition, PositionRecord
+from txbroker.door.writing import Copy, PositionRecord
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client, KafkaRefused, LoginRefused, Opener, is_retriable
@@ -31,7 +31,7 @@ from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.client.transaction import TransactionalWriter, WriterTraits, group_writer
 from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming
 from txbroker.kafka.door.log import append_records
-from txbroker.kafka.door.targets import Owners
+from txbroker.kafka.door.targets import OwnerSearch
 
 _SETTLED_POLL_S = 0.1
 
@@ -47,7 +47,7 @@ class KafkaConsumingDoor(ConsumingDoor):
         settings.validate()
         self._client = Client(settings) if opener is None else Client(settings, opener)
         self._admin = Admin(self._client)
-        self._owners = Owners(self._client, self._admin)
+        self._owners = OwnerSearch(self._client, self._admin)
 
     @classmethod
     def from_access(cls, access: KafkaAccess, client_id: str = "txbroker") -> KafkaConsumingDoor:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from txbroker.core.consuming.assignment import Subscription, assign
 from txbroker.core.consuming.position import StoredOffset
+from txbroker.core.records import Partition
 from txbroker.door.consuming import MemberListener
 from txbroker.door.protocols import TAKEN
-from txbroker.door.writing import Copy, Fenced, Partition
+from txbroker.door.writing import Copy, Fenced
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused
 from txbroker.kafka.client.member import InstanceHolder, Member

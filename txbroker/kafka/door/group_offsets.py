@@ -11,7 +11,8 @@ import contextlib
 from collections.abc import Collection, Mapping, Sequence
 
 from txbroker.core.consuming.position import StoredOffset
-from txbroker.door.writing import Copy, GroupOffsets, Identity, Partition
+from txbroker.core.records import Partition
+from txbroker.door.writing import Copy, GroupOffsets, Identity
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused
 from txbroker.kafka.client.groups import ask_group, error_codes, store_offsets, stored_offsets

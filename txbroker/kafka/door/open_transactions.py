@@ -18,8 +18,8 @@ import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from txbroker.core.records import Cause
-from txbroker.door.writing import Partition, Unknown
+from txbroker.core.records import Cause, Partition
+from txbroker.door.writing import Unknown
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused
 from txbroker.kafka.client.leaders import confirm_leaders

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from msgspec import structs
 
 from txbroker.core.encoding import encode_claim
-from txbroker.core.records import Cause, Claim, Record
+from txbroker.core.records import Cause, Claim, Partition, Record
 from txbroker.door.own_topics import CheckpointScan
 from txbroker.door.protocols import (
     AppendUnknown,
@@ -21,7 +21,7 @@ from txbroker.door.protocols import (
     PromotionTxn,
     PromotionTxnHandle,
 )
-from txbroker.door.writing import Copy, Fenced, Partition, Refused, Unknown
+from txbroker.door.writing import Copy, Fenced, Refused, Unknown
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.kafka.client.client import Client

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator
 
 from txbroker.core.encoding import encode_progress
+from txbroker.core.records import Partition
 from txbroker.door.protocols import (
     PromotionTxn,
     PromotionTxnHandle,
@@ -21,7 +22,7 @@ from txbroker.door.protocols import (
     commit_outcome,
     raised_again,
 )
-from txbroker.door.writing import Copy, Fenced, Partition, Refused, Unknown
+from txbroker.door.writing import Copy, Fenced, Refused, Unknown
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.client.transaction import PAUSE_S, TransactionalWriter, WriterTraits

@@ -35,7 +35,7 @@ SET_ASIDE = "set_aside"
 """The code of records that stop no partition."""
 
 
-class Found(Struct, frozen=True):
+class StoppingRecord(Struct, frozen=True):
     """A record that stops a partition, and its place."""
 
     topic: str
@@ -62,7 +62,7 @@ class Repair:
             CHECKPOINT: settings.checkpoint_topic,
         }
 
-    async def find(self, *, set_aside: bool = False) -> list[Found]:
+    async def find(self, *, set_aside: bool = False) -> list[StoppingRecord]:
         """Return the records that stop partitions, now or at their next claim.
 
         Args:
@@ -73,19 +73,19 @@ class Repair:
             ConfigurationError: the installation has no topics.
         """
         return [
-            Found(self._topics[stop.log], number, stop)
+            StoppingRecord(self._topics[stop.log], number, stop)
             for number in await self._partitions()
             async for stop in self._partition(number)
             if set_aside or stop.code != SET_ASIDE
         ]
 
-    async def set_aside(self) -> list[Found]:
+    async def set_aside(self) -> list[StoppingRecord]:
         """Return the set-aside records of `find`, without reading the half and op topics."""
         records = []
         for number in await self._partitions():
             scan = await self._checkpoint(number)
             stops = [*_in_checkpoint(scan), *await self._in_parked(number, scan)]
-            records += [Found(self._topics[stop.log], number, stop) for stop in stops]
+            records += [StoppingRecord(self._topics[stop.log], number, stop) for stop in stops]
         return [record for record in records if record.stop.code == SET_ASIDE]
 
     async def _partitions(self) -> list[int]:
@@ -133,7 +133,7 @@ class Repair:
         stops = [_stop("parked", reader, record, why) for record, why in parked.stops()]
         return stops + [_set_aside("parked", record) for record in parked.set_aside]
 
-    async def skip(self, found: Found, by: str, reason: str) -> None:
+    async def skip(self, found: StoppingRecord, by: str, reason: str) -> None:
         """Record the decision to skip a record, for a stopped and for the next owner.
 
         Raises:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from txbroker.core.records import Partition
 from txbroker.door.protocols import NotVisible
-from txbroker.door.writing import Partition
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.reader import READ_COMMITTED, READ_UNCOMMITTED, end_offsets
 from txbroker.net.timers import Backoff, grown_pause_s

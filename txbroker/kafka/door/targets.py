@@ -41,7 +41,7 @@ class KafkaTargets(Targets):
     def __init__(self, client: Client, admin: Admin) -> None:
         self._client = client
         self._admin = admin
-        self._owners = Owners(client, admin)
+        self._owners = OwnerSearch(client, admin)
         self._ttl_s = client.settings.facts_ttl_s
         self._loop = asyncio.get_running_loop()
         self._known: dict[str, tuple[float, TargetFacts | Cause]] = {}
@@ -203,7 +203,7 @@ _READ_S = 2.0
 _CHANNEL = "owners"
 
 
-class Owners(Evidence):
+class OwnerSearch(Evidence):
     """Finds the installations, relays and groups of consumers on a Kafka: their topics are no
     targets. See `txbroker.door.owners`."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import NamedTuple, Protocol
 
-from txbroker.core.records import Cause
-from txbroker.door.writing import Copy, Partition
+from txbroker.core.records import Cause, Partition
+from txbroker.door.writing import Copy
 from txbroker.kafka.protocol.batch import Body, batch_body
 from txbroker.kafka.protocol.codes import RETRIABLE, TOPIC_REFUSED, Code, describe
 
@@ -28,7 +28,7 @@ class Batch(NamedTuple):
     """Of its copies among all."""
 
 
-class Refusal(Protocol):
+class BatchRefusal(Protocol):
     """Why a broker refused a batch.
 
     Attributes:
@@ -48,7 +48,7 @@ class RefusedBatch(NamedTuple):
     """A batch that a broker refused."""
 
     batch: Batch
-    why: Refusal
+    why: BatchRefusal
 
 
 _CAUSES = {
@@ -71,7 +71,7 @@ _CAUSES = {
 }
 
 
-def cause_of(error: Refusal) -> Cause:
+def cause_of(error: BatchRefusal) -> Cause:
     """Return why a topic refused a batch."""
     topic, number = error.partition
     name = f"{topic}-{number}"

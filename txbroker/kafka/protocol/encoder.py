@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, ClassVar, TypeAlias
 
@@ -157,14 +158,23 @@ _COMPACT_NAMES = _EncodedNames(lambda name: _varint(len(name) + 1) + name, b"\0"
 class _Source:
     """Python source of a function, with the values that it names."""
 
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.names: dict[str, Any] = {}
-        self.depth = 1
+    def __init__(self, flexible: bool, **names: Any) -> None:
+        self.flexible = flexible
+        self.names = names
+        self._lines: list[str] = []
+        self._indent = "    "
         self._numbers = count()
 
     def add(self, line: str) -> None:
-        self.lines.append("    " * self.depth + line)
+        self._lines.append(self._indent + line)
+
+    @contextmanager
+    def block(self, line: str) -> Iterator[None]:
+        """Indent what is added within, after its first line."""
+        self.add(line)
+        outside, self._indent = self._indent, f"{self._indent}    "
+        yield
+        self._indent = outside
 
     def new(self, prefix: str) -> str:
         """Return an unused name."""
@@ -178,7 +188,7 @@ class _Source:
 
     def function(self, signature: str) -> Any:
         """Return the function that the source defines."""
-        exec("\n".join([f"def function({signature}):", *self.lines]), self.names)
+        exec("\n".join([f"def function({signature}):", *self._lines]), self.names)
         return self.names["function"]
 
 
@@ -186,29 +196,29 @@ class _Source:
 
 
 def _packer(fields: list[Field], flexible: bool) -> Any:
-    packing = _RequestSource(flexible)
+    source = _RequestSource(
+        flexible,
+        names=_COMPACT_NAMES if flexible else _PLAIN_NAMES,
+        no_tags=_NO_TAGS,
+        varint=_varint,
+        small=_BYTE_VARINTS,
+        pack=struct.pack,
+    )
     if flexible:
-        packing.part("no_tags")
-    packing.struct(fields, "values")
-    packing.flush()
-    packing.source.add("return")
-    return packing.source.function("parts, values")
+        source.part("no_tags")
+    source.struct(fields, "values")
+    source.flush()
+    source.add("return")
+    return source.function("parts, values")
 
 
-class _RequestSource:
+class _RequestSource(_Source):
     """Source that appends the parts of a request's body to a list."""
 
-    def __init__(self, flexible: bool) -> None:
-        self.source = _Source()
-        self.source.names |= {
-            "names": _COMPACT_NAMES if flexible else _PLAIN_NAMES,
-            "no_tags": _NO_TAGS,
-            "varint": _varint,
-            "small": _BYTE_VARINTS,
-            "pack": struct.pack,
-        }
-        self._flexible = flexible
-        self._codes = ""
+    _codes = ""
+
+    def __init__(self, flexible: bool, **names: Any) -> None:
+        super().__init__(flexible, **names)
         self._values: list[str] = []
         self._parts: list[str] = []
 
@@ -224,7 +234,7 @@ class _RequestSource:
 
     def _pack_fixed(self) -> None:
         if self._codes:
-            pack = self.source.named(struct.Struct(f">{self._codes}").pack)
+            pack = self.named(struct.Struct(f">{self._codes}").pack)
             self._parts.append(f"{pack}({', '.join(self._values)})")
             self._codes, self._values = "", []
 
@@ -232,27 +242,27 @@ class _RequestSource:
         """Write the parts so far, before a loop or the end."""
         self._pack_fixed()
         if self._parts:
-            self.source.add(f"parts += ({', '.join(self._parts)},)")
+            self.add(f"parts += ({', '.join(self._parts)},)")
             self._parts = []
 
-    def size(self, code: str, value: str, length: str) -> None:
+    def size(self, code: str, value: str) -> None:
         """Add the length of a nullable value."""
-        if not self._flexible:
-            self.fixed(code, f"-1 if {value} is None else {length}")
+        if not self.flexible:
+            self.fixed(code, f"-1 if {value} is None else len({value})")
             return
-        number = self.source.new("n")
-        size = f"({number} := 0 if {value} is None else {length} + 1)"
+        number = self.new("n")
+        size = f"({number} := 0 if {value} is None else len({value}) + 1)"
         self.part(f"small[{number}] if {size} < 128 else varint({number})")
 
     def struct(self, fields: list[Field], value: str) -> None:
         """Add a struct, which is a tuple of its fields."""
-        given = [self.source.new("v") for _, _, constant in fields if not constant]
+        given = [self.new("v") for _, _, constant in fields if not constant]
         if given:
-            self.source.add(f"{', '.join(given)}, = {value}")
+            self.add(f"{', '.join(given)}, = {value}")
         names = iter(given)
         for _, type_, constant in fields:
             self.value(type_, constant or next(names))
-        if self._flexible:
+        if self.flexible:
             self.part("no_tags")
 
     def value(self, type_: Any, value: str) -> None:
@@ -266,148 +276,126 @@ class _RequestSource:
         else:
             if type_ == "text":
                 self.flush()
-                self.source.add(f"{value} = {value} and {value}.encode()")
-            self.size("h" if type_ == "text" else "i", value, f"len({value})")
+                self.add(f"{value} = {value} and {value}.encode()")
+            self.size("h" if type_ == "text" else "i", value)
             self.part(f"{value} or b''")
 
     def _array(self, type_: list[Any], value: str) -> None:
-        self.size("i", value, f"len({value})")
+        self.size("i", value)
         if type_[0] in _CODES:
             code = _CODES[type_[0]]
             self.part(f"pack(f'>{{len({value} or ())}}{code}', *{value} or ())")
             return
         self.flush()
-        item = self.source.new("i")
-        self.source.add(f"for {item} in {value} or ():")
-        self.source.depth += 1
-        if isinstance(type_[0], str):
-            self.value(type_[0], item)
-        else:
-            self.struct(type_, item)
-        self.flush()
-        self.source.depth -= 1
+        item = self.new("i")
+        with self.block(f"for {item} in {value} or ():"):
+            if isinstance(type_[0], str):
+                self.value(type_[0], item)
+            else:
+                self.struct(type_, item)
+            self.flush()
 
 
 # --- decoding --------------------------------------------------------------------------------
 
 
 def _reader(name: str, fields: list[Field], flexible: bool, header_tags: bool) -> Any:
-    reading = _AnswerSource(flexible)
     names = [name for name, _, _ in fields]
-    answer = msgspec.defstruct(f"{name}Answer", [*names, "tags"], frozen=True)
-    reading.source.names["answer"] = answer
-    reading.source.add(f"at = {_CORRELATION_ID_BYTES}")
+    source = _AnswerSource(
+        flexible,
+        answer=msgspec.defstruct(f"{name}Answer", [*names, "tags"], frozen=True),
+        cut=_cut,
+        read_varint=_read_varint,
+        read_tags=_read_tags,
+        unpack_from=struct.unpack_from,
+    )
+    source.add(f"at = {_CORRELATION_ID_BYTES}")
     if flexible and header_tags:
-        reading.skip_tags()
-    values = reading.struct(fields, tags=False)
+        source.skip_tags()
+    values = source.struct(fields, tags=False)
     if not flexible:
         # Slices are shorter than announced without an error.
-        reading.source.add("if at > len(frame): cut()")
-    reading.source.add(f"tags = {'read_tags(frame, at) if frame[at] else ' * flexible}{{}}")
-    reading.source.add(f"return answer({', '.join([*values, 'tags'])})")
-    return reading.source.function("frame")
+        source.add("if at > len(frame): cut()")
+    source.add(f"tags = {'read_tags(frame, at)[0] if frame[at] else ' * flexible}{{}}")
+    source.add(f"return answer({', '.join([*values, 'tags'])})")
+    return source.function("frame")
 
 
-class _AnswerSource:
+class _AnswerSource(_Source):
     """Source that reads an answer from `frame` at `at`."""
 
-    def __init__(self, flexible: bool) -> None:
-        self.source = _Source()
-        self.source.names |= {
-            "cut": _cut,
-            "read_varint": _read_varint,
-            "read_tags": read_tags,
-            "after_tags": _after_tags,
-            "unpack_from": struct.unpack_from,
-        }
-        self._flexible = flexible
-
     def skip_tags(self) -> None:
-        self.source.add("at = after_tags(frame, at) if frame[at] else at + 1")
+        self.add("at = read_tags(frame, at)[1] if frame[at] else at + 1")
 
     def struct(self, fields: list[Field], *, tags: bool = True) -> list[str]:
         """Read a struct; return the names of its values."""
-        add, values = self.source.add, [self.source.new("v") for _ in fields]
+        values = [self.new("v") for _ in fields]
         codes, run = "", []
         for (_, type_, _), value in zip(fields, values, strict=True):
             if isinstance(type_, str) and type_ in _CODES:
                 codes += _CODES[type_]
                 run.append(value)
                 continue
-            size = self.source.new("n")
-            if not self._flexible:  # the length is read with the fields before it
+            size = self.new("n")
+            if not self.flexible:  # the length is read with the fields before it
                 codes += "h" if type_ in ("str", "text") else "i"
                 run.append(size)
             self._unpack(codes, run)
             codes, run = "", []
-            if self._flexible:
-                add(f"{size} = frame[at]")
-                add("at += 1")
-                add(f"if {size} > 127: {size}, at = read_varint(frame, at - 1)")
-                add(f"{size} -= 1")
+            if self.flexible:
+                self.add(f"{size} = frame[at]")
+                self.add("at += 1")
+                self.add(f"if {size} > 127: {size}, at = read_varint(frame, at - 1)")
+                self.add(f"{size} -= 1")
             self._sized(type_, value, size)
         self._unpack(codes, run)
-        if self._flexible and tags:
+        if self.flexible and tags:
             self.skip_tags()
         return values
 
     def _unpack(self, codes: str, names: list[str]) -> None:
         if codes:
             packed = struct.Struct(f">{codes}")
-            unpack = self.source.named(packed.unpack_from)
-            self.source.add(f"{', '.join(names)}, = {unpack}(frame, at)")
-            self.source.add(f"at += {packed.size}")
+            self.add(f"{', '.join(names)}, = {self.named(packed.unpack_from)}(frame, at)")
+            self.add(f"at += {packed.size}")
 
     def _sized(self, type_: Any, value: str, size: str) -> None:
-        add, source = self.source.add, self.source
-        add(f"if {size} < 0: {value} = {None if isinstance(type_, str) else []}")
-        add("else:")
-        source.depth += 1
-        if isinstance(type_, str):
-            add(f"{value} = frame[at : at + {size}]{'' if type_ == 'bytes' else '.decode()'}")
-            add(f"at += {size}")
-        elif type_[0] in _CODES:
-            code = _CODES[type_[0]]
-            add(f"{value} = list(unpack_from(f'>{{{size}}}{code}', frame, at))")
-            add(f"at += {size} * {struct.calcsize(f'>{code}')}")
-        elif (codes := _fixed(type_)) is not None:
-            self._structs(codes, type_, value, size)
-        else:
-            self._loop(type_, value, size)
-        source.depth -= 1
+        self.add(f"if {size} < 0: {value} = {None if isinstance(type_, str) else []}")
+        with self.block("else:"):
+            if isinstance(type_, str):
+                self.add(
+                    f"{value} = frame[at : at + {size}]{'' if type_ == 'bytes' else '.decode()'}"
+                )
+                self.add(f"at += {size}")
+            elif type_[0] in _CODES:
+                code = _CODES[type_[0]]
+                self.add(f"{value} = list(unpack_from(f'>{{{size}}}{code}', frame, at))")
+                self.add(f"at += {size} * {struct.calcsize(f'>{code}')}")
+            elif (codes := _fixed(type_)) is not None:
+                self._structs(codes, type_, value, size)
+            else:
+                self._loop(type_, value, size)
 
     def _structs(self, codes: list[str], type_: list[Any], value: str, size: str) -> None:
         """Read structs of fixed size at once: a partition can have ten thousand producers, which
         would block the event loop one by one. Tagged fields are an empty byte, if there are none.
         """
-        add = self.source.add
-        packed = struct.Struct(f">{''.join(codes)}{'x' if self._flexible else ''}")
-        part, unpack = self.source.new("p"), self.source.named(packed.iter_unpack)
-        add(f"{part} = frame[at : at + {size} * {packed.size}]")
-        if self._flexible:
-            tags = f"any({part}[{packed.size - 1} :: {packed.size}])"
-            add(f"if {tags}:")
-            self.source.depth += 1
+        packed = struct.Struct(f">{''.join(codes)}{'x' if self.flexible else ''}")
+        part = self.new("p")
+        self.add(f"{part} = frame[at : at + {size} * {packed.size}]")
+        tags = f"any({part}[{packed.size - 1} :: {packed.size}])" if self.flexible else "False"
+        with self.block(f"if {tags}:"):
             self._loop(type_, value, size)
-            self.source.depth -= 1
-            add("else:")
-            self.source.depth += 1
-        add(f"{value} = list({unpack}({part}))")
-        add(f"at += {size} * {packed.size}")
-        if self._flexible:
-            self.source.depth -= 1
+        with self.block("else:"):
+            self.add(f"{value} = list({self.named(packed.iter_unpack)}({part}))")
+            self.add(f"at += {size} * {packed.size}")
 
     def _loop(self, type_: list[Any], value: str, size: str) -> None:
-        add, source = self.source.add, self.source
-        items = source.new("a")
-        add(f"{items} = []")
-        add(f"for _ in range({size}):")
-        source.depth += 1
-        alone = isinstance(type_[0], str)
-        values = self.struct([("", type_[0], "")] if alone else type_, tags=not alone)
-        add(f"{items}.append({values[0] if alone else '(' + ', '.join(values) + ',)'})")
-        source.depth -= 1
-        add(f"{value} = {items}")
+        self.add(f"{value} = []")
+        with self.block(f"for _ in range({size}):"):
+            alone = isinstance(type_[0], str)
+            values = self.struct([("", type_[0], "")] if alone else type_, tags=not alone)
+            self.add(f"{value}.append({values[0] if alone else '(' + ', '.join(values) + ',)'})")
 
 
 def _fixed(type_: list[Any]) -> list[str] | None:
@@ -431,9 +419,9 @@ def _read_varint(frame: bytes, at: int) -> tuple[int, int]:
     return number | byte << shift, at + 1
 
 
-def read_tags(frame: bytes, at: int) -> dict[int, bytes]:
-    """Return tagged fields by their tags."""
-    tags, size = {}, 0
+def _read_tags(frame: bytes, at: int) -> tuple[dict[int, bytes], int]:
+    """Return tagged fields by their tags, and the position after them."""
+    tags = {}
     count, at = _read_varint(frame, at)
     for _ in range(count):
         tag, at = _read_varint(frame, at)
@@ -442,17 +430,7 @@ def read_tags(frame: bytes, at: int) -> dict[int, bytes]:
         at += size
     if at > len(frame):
         _cut()
-    return tags
-
-
-def _after_tags(frame: bytes, at: int) -> int:
-    """Return the position after tagged fields."""
-    count, at = _read_varint(frame, at)
-    for _ in range(count):
-        _tag, at = _read_varint(frame, at)
-        size, at = _read_varint(frame, at)
-        at += size
-    return at
+    return tags, at
 
 
 def decoder(schema: str) -> Callable[[bytes], Any]:

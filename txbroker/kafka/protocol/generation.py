@@ -50,7 +50,7 @@ class MemberMetadata(Struct, frozen=True):
     admin_url: str = UNKNOWN_OWNER
 
 
-class GroupMember(Struct, frozen=True):
+class ListedProxy(Struct, frozen=True):
     """A member in the group's assignment."""
 
     name: str
@@ -64,7 +64,7 @@ class GroupMember(Struct, frozen=True):
 class GroupAssignment(Struct, frozen=True):
     """The assignment, which the group's leader sends to all members."""
 
-    members: list[GroupMember]
+    members: list[ListedProxy]
     record_version: int
     v: int = _FORMAT
 
@@ -138,7 +138,7 @@ def make_assignment(
         held[name] = OwnedPartitions(from_runs(owned, partitions), since)
     shares = assign(partitions, resolve_conflicts(held))
     members = [
-        GroupMember(
+        ListedProxy(
             name,
             member.url,
             member.record_version,

@@ -11,11 +11,6 @@ Batches: TypeAlias = Sequence[tuple[str, Sequence[tuple[int, bytes]]]]
 """Each topic with its partition numbers and the encoded batch for each."""
 
 _NO_TOPIC_ID = bytes(16)
-_ANY_EPOCH = -1
-_READ_UNCOMMITTED = 0
-_MAX_TIMESTAMP = -3
-_TOPIC = 2
-_SET = 0
 RIGHTS_NOT_REQUESTED = -(2**31)
 """Brokers return this instead of rights unless the request asks for them."""
 
@@ -91,7 +86,8 @@ class MetadataV10(Request):
 
     API_KEY, API_VERSION = 3, 10
     REQUEST = """topics[topic_id:uuid name:str] allow_auto_topic_creation:bool
-        include_cluster_authorized_operations:bool include_topic_authorized_operations:bool"""
+        include_cluster_authorized_operations:bool=False
+        include_topic_authorized_operations:bool"""
     RESPONSE = """throttle_time_ms:i32 brokers[node_id:i32 host:str port:i32 rack:str]
         cluster_id:str controller_id:i32
         topics[error_code:i16 name:str topic_id:uuid is_internal:bool
@@ -104,7 +100,7 @@ class MetadataV10(Request):
 def metadata(topics: Iterable[str] | None, *, rights: bool = False) -> MetadataV10:
     """Return a request for metadata of topics, None: of all. It creates none of them."""
     entries = None if topics is None else [(_NO_TOPIC_ID, name) for name in topics]
-    return MetadataV10(entries, False, False, rights)
+    return MetadataV10(entries, False, rights)
 
 
 class CreateTopicsV3(Request):
@@ -113,7 +109,7 @@ class CreateTopicsV3(Request):
     API_KEY, API_VERSION, FLEXIBLE = 19, 3, False
     REQUEST = """topics[name:str partitions:i32 replication:i16
             assignments[partition:i32 replicas[i32]] configs[name:str value:text]]
-        timeout_ms:i32 validate_only:bool"""
+        timeout_ms:i32 validate_only:bool=False"""
     RESPONSE = "throttle_time_ms:i32 topic_errors[topic:str error_code:i16 error_message:str]"
 
 
@@ -137,40 +133,25 @@ class DescribeConfigsV2(Request):
 
 
 class IncrementalAlterConfigsV0(Request):
-    """Changes the named settings and keeps the others."""
+    """Sets the named settings (0) of topics (2), and keeps the others."""
 
     API_KEY, API_VERSION, FLEXIBLE = 44, 0, False
-    REQUEST = """resources[resource_type:i8 resource_name:str
-            configs[name:str config_operation:i8 value:text]]
-        validate_only:bool"""
+    REQUEST = """resources[resource_type:i8=2 resource_name:str
+            configs[name:str config_operation:i8=0 value:text]]
+        validate_only:bool=False"""
     RESPONSE = """throttle_time_ms:i32
         resources[error_code:i16 error_message:str resource_type:i8 resource_name:str]"""
 
 
-def alter_configs(topic: str, configs: Mapping[str, str]) -> IncrementalAlterConfigsV0:
-    """Return a request that sets settings of a topic."""
-    entries = [(name, _SET, value) for name, value in configs.items()]
-    return IncrementalAlterConfigsV0([(_TOPIC, topic, entries)], False)
-
-
 class ListOffsetsV7(Request):
-    """Offsets and timestamps; this version knows the largest timestamp (KIP-734)."""
+    """The largest timestamp (-3) of partitions (KIP-734); send it to their leader."""
 
     API_KEY, API_VERSION = 2, 7
-    REQUEST = """replica_id:i32=-1 isolation_level:i8
-        topics[name:str partitions[partition:i32 current_leader_epoch:i32 timestamp:i64]]"""
+    REQUEST = """replica_id:i32=-1 isolation_level:i8=0
+        topics[name:str partitions[partition:i32 current_leader_epoch:i32=-1 timestamp:i64=-3]]"""
     RESPONSE = """throttle_time_ms:i32
         topics[name:str partitions[partition:i32 error_code:i16 timestamp:i64 offset:i64
             leader_epoch:i32]]"""
-
-
-def newest_timestamps(topics: Mapping[str, Sequence[int]]) -> ListOffsetsV7:
-    """Return a request for the largest timestamp of partitions; send it to their leader."""
-    entries = [
-        (name, [(number, _ANY_EPOCH, _MAX_TIMESTAMP) for number in numbers])
-        for name, numbers in topics.items()
-    ]
-    return ListOffsetsV7(_READ_UNCOMMITTED, entries)
 
 
 # --- transactions --------------------------------------------------------------------------------
@@ -376,7 +357,7 @@ class DescribeGroupsV4(Request):
     """The members of groups, with their instance ids."""
 
     API_KEY, API_VERSION, FLEXIBLE = 15, 4, False
-    REQUEST = "groups[str] include_authorized_operations:bool"
+    REQUEST = "groups[str] include_authorized_operations:bool=False"
     RESPONSE = """throttle_time_ms:i32
         groups[error_code:i16 group:str state:str protocol_type:str protocol:str
             members[member_id:str group_instance_id:str client_id:str client_host:str

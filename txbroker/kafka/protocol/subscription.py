@@ -16,7 +16,8 @@ from aiokafka.protocol.struct import Struct as WireStruct
 from aiokafka.protocol.types import Array, Bytes, Int16, Int32, Schema, String
 from msgspec import Struct
 
-from txbroker.core.consuming.assignment import Partition, Subscription
+from txbroker.core.consuming.assignment import Subscription
+from txbroker.core.records import Partition
 from txbroker.kafka.protocol.transactions import by_topic
 
 _VERSION = 2

@@ -9,9 +9,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
 from txbroker.door.protocols import LogTruncated
-from txbroker.door.writing import Partition
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import (
@@ -180,7 +179,7 @@ class AuditAccess(ClientOwner):
                     if code in LEADER_MOVED:
                         self._client.forget_leader(topic, partition)
                     if code != Code.NONE:
-                        unread[topic] = _refused(code)
+                        unread[topic] = _refusal(code)
         if missing:
             raise Unanswered("Kafka returned no offset of {}-{}".format(*min(missing)))
         return offsets
@@ -198,16 +197,16 @@ def kept_ms(configs: Mapping[str, str]) -> int:
 def _unread(facts: TopicFacts, denied: bool) -> TopicBounds | None:
     """Return why an existing topic cannot be read; None if it can."""
     if facts.error not in (Code.NONE, Code.LEADER_NOT_AVAILABLE):
-        return _refused(facts.error)
+        return _refusal(facts.error)
     if denied:
-        return _refused(Code.TOPIC_AUTHORIZATION_FAILED)
+        return _refusal(Code.TOPIC_AUTHORIZATION_FAILED)
     for partition, fact in sorted(facts.partitions.items()):
         if fact.leader < 0:
             return _without(f"partition {partition} has no leader", passing=True)
     return None
 
 
-def _refused(code: int) -> TopicBounds:
+def _refusal(code: int) -> TopicBounds:
     if code == Code.TOPIC_AUTHORIZATION_FAILED:
         return _without("not authorized: grant the audit Describe and Read on the topic")
     return _without(describe(code), passing=is_retriable(KafkaRefused(code)))
@@ -225,7 +224,7 @@ _SOME_RECORDS = 50_000
 _INFLATED_BYTES_MAX = 256 << 20
 
 
-class Stored(Record, frozen=True):
+class StoredRecord(Record, frozen=True):
     """A record, and whether its timestamp is the broker's append time."""
 
     append_time: bool = False
@@ -236,7 +235,7 @@ async def some_records(
 ) -> tuple[list[Record], int]:
     """Return some committed records from `position` on, before `end`, and the next position.
 
-    A batch that does not decode becomes one record that is no `Stored`.
+    A batch that does not decode becomes one record that is no `StoredRecord`.
 
     Raises:
         KafkaUnavailable: Kafka does not answer, or retention removed the records.
@@ -274,6 +273,6 @@ def _decode(
     """Decode a batch like `decode_batch`, also a large one."""
     append_time = bool(batch.timestamp_type)
     return [
-        Stored(r.key, r.value, r.headers, r.timestamp_ms, r.offset, append_time=append_time)
+        StoredRecord(r.key, r.value, r.headers, r.timestamp_ms, r.offset, append_time=append_time)
         for r in decode_batch(batch, data, offsets, producer, _INFLATED_BYTES_MAX)
     ]

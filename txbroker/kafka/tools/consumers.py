@@ -78,7 +78,7 @@ class Count:
         self.seen_at.frombytes(bytes(8 * more))
 
 
-class Reader:
+class TopicConsumer:
     """A `read_committed` consumer of one topic. Created by `reading`."""
 
     def __init__(self, consumer: Any, partitions: list[Any], count: Count, along: int) -> None:
@@ -91,7 +91,7 @@ class Reader:
 
     async def start(self) -> None:
         """Start at the topic's current end."""
-        with _translated():
+        with _translate_errors():
             await self._consumer.start()
             self._next = await self._consumer.end_offsets(self._partitions)
             self._go_to(self._along)
@@ -110,7 +110,7 @@ class Reader:
 
         Then read to the end, where duplicates may be.
         """
-        with _translated():
+        with _translate_errors():
             for partition in self._along:
                 self._next[partition] = await self._consumer.position(partition)
         self._go_to(self._partitions)
@@ -122,13 +122,13 @@ class Reader:
                 break
             if await self._take():
                 last_at = time.monotonic()
-        with _translated():
+        with _translate_errors():
             ends = await self._consumer.end_offsets(self._partitions)
         while await self._is_before(ends):
             await self._take()
 
     async def _is_before(self, ends: dict[Any, int]) -> bool:
-        with _translated():
+        with _translate_errors():
             for partition, end in ends.items():
                 if await self._consumer.position(partition) < end:
                     return True
@@ -140,7 +140,7 @@ class Reader:
             self._consumer.seek(partition, self._next[partition])
 
     async def _take(self) -> bool:
-        with _translated():
+        with _translate_errors():
             batches = await self._consumer.getmany(timeout_ms=_WAIT_MS, max_records=_MANY)
         now = time.monotonic()
         for partition, records in batches.items():
@@ -159,7 +159,7 @@ def _name(record: Any) -> bytes | None:
 @asynccontextmanager
 async def reading(
     settings: Settings, topic: str, tag: str, along: int | None
-) -> AsyncIterator[Reader]:
+) -> AsyncIterator[TopicConsumer]:
     """Read a topic from its current end on.
 
     Args:
@@ -175,7 +175,9 @@ async def reading(
         max_partition_fetch_bytes=_FETCH_BYTES,
         **SettingsLogin(settings).arguments(),
     )
-    reader = Reader(consumer, partitions, Count(tag), len(partitions) if along is None else along)
+    reader = TopicConsumer(
+        consumer, partitions, Count(tag), len(partitions) if along is None else along
+    )
     try:
         await reader.start()
         yield reader
@@ -239,7 +241,7 @@ async def topic_for_a_while(settings: Settings, name: str, partitions: int) -> A
 
 
 @contextlib.contextmanager
-def _translated() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     try:
         yield
     except (KafkaError, OSError) as error:

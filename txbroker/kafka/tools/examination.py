@@ -11,10 +11,9 @@ from typing import Any
 from msgspec import Struct, structs
 
 from txbroker.contract.audit import BATCH_KEY, STREAM_KEY
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
 from txbroker.door.consuming import TopicSpec
 from txbroker.door.own_topics import Layout, find_layout
-from txbroker.door.writing import Partition
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import (
@@ -28,17 +27,17 @@ from txbroker.kafka.client.client import (
 from txbroker.kafka.client.reader import READ_COMMITTED, READ_UNCOMMITTED, Reader, end_offsets
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door import topics as own
-from txbroker.kafka.door.repair import Found, Repair
+from txbroker.kafka.door.repair import Repair, StoppingRecord
 from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, Code
 from txbroker.kafka.protocol.schemas import (
     RIGHTS_NOT_REQUESTED,
     DescribeGroupsV4,
     DescribeTransactionsV0,
+    ListOffsetsV7,
     ListTransactionsV0,
     api_versions,
     describe_producers,
     metadata,
-    newest_timestamps,
 )
 from txbroker.net.timers import Backoff
 
@@ -203,7 +202,7 @@ class KafkaExamination(ClientOwner):
     async def _group_error(self) -> int:
         group = self.settings.group_id
         node = await self._client.coordinator(GROUP, group)
-        answer = await self._client.ask(node, DescribeGroupsV4([group], False), _CHANNEL)
+        answer = await self._client.ask(node, DescribeGroupsV4([group]), _CHANNEL)
         code: int = answer.groups[0][0]
         if code in COORDINATOR_MOVED:
             self._client.forget_coordinator(GROUP, group)
@@ -254,7 +253,7 @@ class KafkaExamination(ClientOwner):
         reader = Reader(self._client, topic, 0, f"{_CHANNEL}/{topic}", append_time=False)
         return await reader.read_kept(0, await reader.stable_end())
 
-    async def set_aside(self) -> list[Found]:
+    async def set_aside(self) -> list[StoppingRecord]:
         """Return the newest records of other clients in txbroker's own topics that stop no
         partition.
 
@@ -274,7 +273,8 @@ class KafkaExamination(ClientOwner):
         """
         newest: dict[Partition, int] = {}
         for leader, topics in _by_leader(cluster).items():
-            answer = await self._client.ask(leader, newest_timestamps(topics), _CHANNEL)
+            asked = [(name, [(number,) for number in numbers]) for name, numbers in topics.items()]
+            answer = await self._client.ask(leader, ListOffsetsV7(asked), _CHANNEL)
             for topic, partitions in answer.topics:
                 for number, code, at_ms, *_rest in partitions:
                     if code == Code.NONE and at_ms > 0:
@@ -349,7 +349,8 @@ class KafkaExamination(ClientOwner):
             return []
         ids = {one.producer_id for one in transactions}
         answers = await asyncio.gather(
-            *(self._coordinated(node, ids) for node in cluster.addresses), return_exceptions=True
+            *(self._find_coordinated(node, ids) for node in cluster.addresses),
+            return_exceptions=True,
         )
         states: dict[int, tuple[Any, ...]] = {}
         for answer in answers:
@@ -357,7 +358,9 @@ class KafkaExamination(ClientOwner):
                 states |= answer
         return [_with_state(one, states.get(one.producer_id)) for one in transactions]
 
-    async def _coordinated(self, node: int, producers: Iterable[int]) -> dict[int, tuple[Any, ...]]:
+    async def _find_coordinated(
+        self, node: int, producers: Iterable[int]
+    ) -> dict[int, tuple[Any, ...]]:
         """Return the transactions of producers that a broker coordinates, by producer id."""
         listed = await self._client.ask(node, ListTransactionsV0([], list(producers)), _CHANNEL)
         names = [name for name, *_ in listed.transaction_states]

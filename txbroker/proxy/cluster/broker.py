@@ -73,7 +73,7 @@ less; a call that waits for a target partition without a leader is given up."""
 log = get_logger(__name__)
 
 
-class _Group(NamedTuple):
+class _RunOperations(NamedTuple):
     """The operations of one run, with their numbers in the request."""
 
     owner: PartitionOwner
@@ -184,7 +184,7 @@ class Broker:
     def now_ms(self) -> int:
         """Return the clock by which ids are made, ms: the median of all partitions, so that one
         broker with a wrong clock does not affect ids of other partitions."""
-        times = [owner.id_ms() for owner in self.partitions.open().values()]
+        times = [owner.id_clock.now_ms() for owner in self.partitions.open().values()]
         return median_low(times) if times else self._clock.now_ms()
 
     def _keep_time(self) -> None:
@@ -205,7 +205,7 @@ class Broker:
     def runs(self, requests: Sequence[Request]) -> Sequence[Run]:
         """Split the operations of one group into runs: of one kind, half partition and thing that
         they wait for besides its log."""
-        groups: dict[tuple[int, type[Request], object], _Group] = {}
+        groups: dict[tuple[int, type[Request], object], _RunOperations] = {}
         owners: dict[int, PartitionOwner] = {}
         examined: dict[str, bool] = {}
         runs: list[Run] = []
@@ -221,7 +221,7 @@ class Broker:
                 if owner is None:
                     owner = owners[partition] = self.partitions.owner(partition, prepare.id)
             except RequestError as error:
-                runs.append(Run((number,), _refused(error)))
+                runs.append(Run((number,), _refusal(error)))
                 continue
             # An operation that waits for more than its log must not delay the others: prepares
             # form one run for each set of topics to look up. A decision runs alone if its messages
@@ -248,7 +248,7 @@ class Broker:
             key = partition, type(request), waits_for
             group = groups.get(key)
             if group is None:
-                group = groups[key] = _Group(owner, [], [])
+                group = groups[key] = _RunOperations(owner, [], [])
             group.numbers.append(number)
             group.requests.append(request)
         for owner, numbers, grouped in groups.values():
@@ -297,7 +297,7 @@ class Broker:
             known = owner.api.standing_prepares(requests)
             new = [request for number, request in enumerate(requests) if number not in known]
             facts = await self._facts(new)
-            now_ms, id_ms = owner.now_ms(), owner.id_ms()
+            now_ms, id_ms = owner.clock.now_ms(), owner.id_clock.now_ms()
             policies: dict[_OwnChecks, CheckPolicy] = {}
             for number, request in enumerate(requests):
                 id = request.id
@@ -327,7 +327,7 @@ class Broker:
                     if isinstance(answer, IdExpired) and request.id is None:
                         # This proxy made the id by a clock that lags the half topic's broker; the
                         # owner's clock is right by now.
-                        id = new_id(request, owner.partition, owner.id_ms())
+                        id = new_id(request, owner.partition, owner.id_clock.now_ms())
                         half = structs.replace(half, id=id)
                         [answer] = await owner.api.prepare(((half, where),), request.instance)
                     if isinstance(answer, OwnerUnavailable):
@@ -429,7 +429,7 @@ class Broker:
             if transaction.verdict.decision is not None:
                 return place_like(prepared, messages)
             return await accept_replacement(
-                prepared, messages, self._targets, owner.now_ms(), self._overhead_bytes
+                prepared, messages, self._targets, owner.clock.now_ms(), self._overhead_bytes
             )
         except KafkaUnavailable as error:
             raise OwnerUnavailable(str(error), id=transaction.id) from None
@@ -472,7 +472,7 @@ class Broker:
                 await owner.bodies.show(account.transaction)
             self.partitions.check_in_touch(id)
             shown = view_of(account, self._logs, bodies=bodies)
-            return structs.replace(shown, waiting=self._waiting(shown, owner.now_ms()))
+            return structs.replace(shown, waiting=self._waiting(shown, owner.clock.now_ms()))
 
     async def search(self, request: SearchRequest) -> SearchPage:
         """Return a page of a search: of this proxy's half partition that the cursor names.
@@ -510,7 +510,7 @@ class Broker:
             raise BadRequest(f"half partitions are numbered from 0 to {count - 1}")
         with self._calls.take():
             owners = [self.partitions.owner(partition) for partition in numbers]
-            pages = [await page_of(owner.ledger, request, owner.now_ms()) for owner in owners]
+            pages = [await page_of(owner.ledger, request, owner.clock.now_ms()) for owner in owners]
             for owner in owners:
                 if self.partitions.owner(owner.partition) is not owner:
                     raise OwnerUnavailable(f"half partition {owner.partition} moved: retry")
@@ -542,7 +542,7 @@ async def _in_span(
         return (answer,)
 
 
-async def _refused(error: RequestError) -> Sequence[Answer]:
+async def _refusal(error: RequestError) -> Sequence[Answer]:
     return (error,)
 
 

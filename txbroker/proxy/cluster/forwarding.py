@@ -47,7 +47,7 @@ class ById(Struct, frozen=True):
     brief: bool = False
 
 
-class Failed(Struct, frozen=True):
+class CallFailure(Struct, frozen=True):
     """The error of a call, as in the HTTP API."""
 
     code: str
@@ -55,11 +55,11 @@ class Failed(Struct, frozen=True):
     details: dict[str, Any] = {}
 
 
-def failed(error: RequestError) -> Failed:
-    return Failed(error.code, str(error), error.details)
+def failed(error: RequestError) -> CallFailure:
+    return CallFailure(error.code, str(error), error.details)
 
 
-def raised(failure: Failed) -> RequestError:
+def raised(failure: CallFailure) -> RequestError:
     """Return the error of a wire form; a code of a newer build becomes a plain `RequestError`."""
     kind = request_errors().get(failure.code, RequestError)
     error = kind(failure.message or None)

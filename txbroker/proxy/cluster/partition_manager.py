@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from txbroker.config.settings import Settings
-from txbroker.contract.service import PartitionState, Readiness
+from txbroker.contract.service import HalfPartitionState, Readiness
 from txbroker.core.encoding import installation_headers
 from txbroker.core.records import RECORD_VERSION
 from txbroker.door.protocols import Assignment, Door, Hanging, LogTruncated, Targets
@@ -39,7 +39,7 @@ stuck they would leave in turn for ever, each time dropping their other partitio
 doubles with each departure."""
 TOPICS_LOOK_S = 60.0
 
-STOPPED = (PartitionState.TRUNCATED, PartitionState.NEWER, PartitionState.STOPPED)
+STOPPED = (HalfPartitionState.TRUNCATED, HalfPartitionState.NEWER, HalfPartitionState.STOPPED)
 
 log = get_logger(__name__)
 
@@ -55,23 +55,23 @@ class PartitionSlot:
         """The owner that is being opened."""
         self.since = time.monotonic()
         """When opening began, or resumed after the contact with the group was lost."""
-        self.state = PartitionState.CLAIMING
+        self.state = HalfPartitionState.CLAIMING
         self.why = ""
         self.checkpoint_end: int | None = None
         """Where the checkpoint topic ended when the partition stopped."""
 
-    def shown(self) -> tuple[PartitionState, str]:
+    def shown(self) -> tuple[HalfPartitionState, str]:
         if self.owner is not None:
             return self.owner.phase, ""
         phase = None if self.candidate is None else self.candidate.phase
-        if phase is None or (self.hanging and phase is PartitionState.CLAIMING):
+        if phase is None or (self.hanging and phase is HalfPartitionState.CLAIMING):
             return self.state, self.why
         return phase, self.why
 
     @property
     def hanging(self) -> bool:
         """Whether a hanging transaction hid the checkpoint at the last claim."""
-        return self.state is PartitionState.HANGING
+        return self.state is HalfPartitionState.HANGING
 
     @property
     def stopped(self) -> bool:
@@ -86,7 +86,7 @@ class PartitionSlot:
         does, or if it would fail on another proxy too."""
         if self.owner is not None:
             return self.owner.stuck_since_s()
-        if self.opening is None or self.shown()[0] is not PartitionState.CLAIMING:
+        if self.opening is None or self.shown()[0] is not HalfPartitionState.CLAIMING:
             return 0.0
         return max(0.0, time.monotonic() - self.since - HANGING_KNOWN_S)
 
@@ -268,21 +268,21 @@ class PartitionManager:
         problems = [
             f"partition {number}: {_words(*self._state(number))}"
             for number in sorted(self._slots)
-            if self._state(number)[0] is not PartitionState.OWNED
+            if self._state(number)[0] is not HalfPartitionState.OWNED
         ]
         if not self._in_touch.is_set():
             problems.insert(0, self._out_because)  # the cause of all others
         states = {number: _words(*state) for number, state in shown.items()}
         return Readiness(not problems, states, (*problems, *self.topic_problems))
 
-    def _state(self, partition: int) -> tuple[PartitionState, str]:
+    def _state(self, partition: int) -> tuple[HalfPartitionState, str]:
         slot = self._slots.get(partition)
         if slot is not None:
             return slot.shown()
         url = self.assigned()[partition]
         if url and url != self.url:
-            return PartitionState.ELSEWHERE, ""
-        return PartitionState.NONE, ""
+            return HalfPartitionState.ELSEWHERE, ""
+        return HalfPartitionState.NONE, ""
 
     # --- callbacks of the group --------------------------------------------------------------
 
@@ -371,7 +371,7 @@ class PartitionManager:
                 self._events.kafka_failed("claim")
                 slot.why = str(error)
                 hanging = isinstance(error, Hanging)
-                slot.state = PartitionState.HANGING if hanging else PartitionState.CLAIMING
+                slot.state = HalfPartitionState.HANGING if hanging else HalfPartitionState.CLAIMING
                 slot.candidate = None
                 await owner.close()
                 await asyncio.sleep(REOPEN_S * (0.5 + random.random()))
@@ -563,13 +563,13 @@ class PartitionManager:
                 log.info("topics well")
 
 
-def _state_after(error: Exception) -> PartitionState:
+def _state_after(error: Exception) -> HalfPartitionState:
     if isinstance(error, LogTruncated):
-        return PartitionState.TRUNCATED
+        return HalfPartitionState.TRUNCATED
     if isinstance(error, NewerRecord):
-        return PartitionState.NEWER
-    return PartitionState.STOPPED
+        return HalfPartitionState.NEWER
+    return HalfPartitionState.STOPPED
 
 
-def _words(state: PartitionState, why: str) -> str:
+def _words(state: HalfPartitionState, why: str) -> str:
     return f"{state}: {why}" if why else str(state)

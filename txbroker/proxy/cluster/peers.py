@@ -34,7 +34,7 @@ from txbroker.proxy.cluster.forwarding import (
     PREFIX,
     SESSIONS_PATH,
     ById,
-    Failed,
+    CallFailure,
     encode,
     raised,
 )
@@ -149,7 +149,7 @@ class Peers:
                 self._identity.peer_url(url) + path,
                 headers=self._identity.headers(self._identity.peer_url(url)),
                 allow_redirects=False,
-                ssl=self._secured(url),
+                ssl=self._tls_of(url),
             )
             async with answer as response:
                 return await _read(url, response, kind)
@@ -173,7 +173,7 @@ class Peers:
                 data=body,
                 headers=headers,
                 allow_redirects=False,
-                ssl=self._secured(url),
+                ssl=self._tls_of(url),
             )
             async with answer as response:
                 return await _read(url, response, kind)
@@ -209,7 +209,7 @@ class Peers:
                 error.details.setdefault("id", id)
             raise
 
-    def _secured(self, url: str) -> ssl.SSLContext | bool:
+    def _tls_of(self, url: str) -> ssl.SSLContext | bool:
         # Read at each call, so that a renewed certificate takes effect.
         return self._tls.context() if url.startswith("https:") else True
 
@@ -237,7 +237,7 @@ async def _read(url: str, response: aiohttp.ClientResponse, kind: type[T]) -> T:
     try:
         if status == 200:
             return msgspec.msgpack.decode(raw, type=kind)
-        failure = msgspec.msgpack.decode(raw, type=Failed)
+        failure = msgspec.msgpack.decode(raw, type=CallFailure)
     except msgspec.MsgspecError as error:
         raise OwnerUnavailable(f"cannot decode the answer of the proxy at {url}: {error}") from None
     raise raised(failure)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from txbroker.checkers.leases import PeerSessions
-from txbroker.contract.service import PartitionState, Readiness
+from txbroker.contract.service import HalfPartitionState, Readiness
 from txbroker.error_text import raised_at, safe_repr
 from txbroker.errors import RequestError
 from txbroker.proxy.cluster.peers import Peers
@@ -127,7 +127,7 @@ class ReadinessLog(Poller):
         self._ready = current.ready
         if current.ready:
             states = current.partitions.values()
-            log.info("ready", owned=sum(state == PartitionState.OWNED for state in states))
+            log.info("ready", owned=sum(state == HalfPartitionState.OWNED for state in states))
         else:
             shown = list(current.problems[:PROBLEMS_SHOWN])
             log.warning("not ready", problems=shown, count=len(current.problems))

@@ -69,7 +69,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class _Series:
+class _Curve:
     name: str
     value: Value
     style: str
@@ -90,33 +90,33 @@ def charts_of(history: History, begin_ms: int, end_ms: int) -> list[Chart]:
 
     drawn = [
         sheet.chart("flow", "Transactions a second", rate, [
-            _Series("prepared", per_second(attrgetter("prepared")), "c1"),
-            _Series("decided", per_second(attrgetter("decided")), "c2"),
-            _Series("promoted", per_second(attrgetter("promoted")), "c3"),
+            _Curve("prepared", per_second(attrgetter("prepared")), "c1"),
+            _Curve("decided", per_second(attrgetter("decided")), "c2"),
+            _Curve("promoted", per_second(attrgetter("promoted")), "c3"),
         ]),
         sheet.chart("waiting", "Pending and parked", number, [
-            _Series("pending", attrgetter("pending"), "c1"),
-            _Series("parked", attrgetter("parked"), "c2"),
+            _Curve("pending", attrgetter("pending"), "c1"),
+            _Curve("parked", attrgetter("parked"), "c2"),
         ]),
-        sheet.chart("oldest", "Oldest pending", age, [_Series("age", oldest_s, "c1")]),
+        sheet.chart("oldest", "Oldest pending", age, [_Curve("age", oldest_s, "c1")]),
         sheet.chart("checks", "Checks a second", rate, [
-            _Series("decided", per_second(lambda p: p.checks.commit + p.checks.rollback), "c1"),
-            _Series("no decision", per_second(attrgetter("checks.undecided")), "c2"),
-            _Series(
+            _Curve("decided", per_second(lambda p: p.checks.commit + p.checks.rollback), "c1"),
+            _Curve("no decision", per_second(attrgetter("checks.undecided")), "c2"),
+            _Curve(
                 "not yet, not reached",
                 per_second(lambda p: p.checks.later + p.checks.unreached),
                 "c3",
             ),
         ]),
     ]  # fmt: skip
-    known = [name for name in ("prepare", "decision", "promotion") if _measured(history, name)]
+    known = [name for name in ("prepare", "decision", "promotion") if _has(history, name)]
     if known:
         lines = [
             line
             for name, style in zip(known, _STYLES, strict=False)
             for line in (
-                _Series(f"{name} p99", _latency(name, "p99_s"), style),
-                _Series(f"{name} p50", _latency(name, "p50_s"), style, faint=True),
+                _Curve(f"{name} p99", _latency(name, "p99_s"), style),
+                _Curve(f"{name} p50", _latency(name, "p50_s"), style, faint=True),
             )
         ]
         drawn.append(sheet.chart("latency", "Latency, all groups", _milliseconds, lines))
@@ -129,7 +129,7 @@ def events_of(history: History, begin_ms: int) -> list[HistoryEvent]:
     return since[: -EVENTS_SHOWN_MAX - 1 : -1]
 
 
-def _measured(history: History, name: str) -> bool:
+def _has(history: History, name: str) -> bool:
     return any(name in point.latency for point in history.points)
 
 
@@ -174,12 +174,16 @@ class _Sheet:
         return round(min(1.0, max(0.0, part)) * WIDTH, 1)
 
     def chart(
-        self, id: str, title: str, shown: Callable[[float | None], str], series: Sequence[_Series]
+        self,
+        id: str,
+        title: str,
+        shown: Callable[[float | None], str],
+        series: Sequence[_Curve],
     ) -> Chart:
         """Return a chart of these series, whose values are shown by `shown`."""
         values = [[one.value(point) for point in self._points] for one in series]
         most = [max((v for v in row if v is not None), default=None) for row in values]
-        top = _rounded(max((value for value in most if value is not None), default=0.0))
+        top = _round_up(max((value for value in most if value is not None), default=0.0))
         lines, words = [], []
         for one, row, peak in zip(series, values, most, strict=True):
             last = shown(row[-1]) if row else "–"
@@ -203,7 +207,7 @@ class _Sheet:
             known = True
 
 
-def _rounded(value: float) -> float:
+def _round_up(value: float) -> float:
     """Return a round number that is not less, above 0."""
     if value <= 0:
         return 1.0

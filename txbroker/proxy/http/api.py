@@ -13,7 +13,7 @@ from msgspec import structs
 
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.http import HttpChecks
-from txbroker.checkers.leases import Leases
+from txbroker.checkers.leases import SessionLeases
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config.settings import Settings
 from txbroker.contract.service import History, HistoryRequest, Overview, Service
@@ -181,7 +181,7 @@ def make_app(
     *,
     checks: HttpChecks,
     local: Service | None = None,
-    leases: Leases | None = None,
+    leases: SessionLeases | None = None,
     peers: PeerGuard | None = None,
     principals: Callable[[], Directory] | None = None,
     pages: Pages = lambda _context, _guard: (),
@@ -204,7 +204,7 @@ def make_app(
     # The limits are shared; only the service differs.
     context = copy.copy(own)
     context.serve(service)
-    peer_api = PeerApi(own, leases or Leases(sessions))
+    peer_api = PeerApi(own, leases or SessionLeases(sessions))
     parts = _Parts(own, context, peers or PeerGuard(settings), peer_api, operations(), pages)
     guard = Guard(settings, principals=principals)
     app = _application(

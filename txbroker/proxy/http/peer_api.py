@@ -19,7 +19,7 @@ from txbroker.checkers.leases import (
     PROXY_HEADER,
     GroupsConnected,
     LeaseRequest,
-    Leases,
+    SessionLeases,
     to_answer,
 )
 from txbroker.contract.service import (
@@ -79,7 +79,7 @@ class PeerDirectory(Protocol):
 class PeerApi:
     """Serves the calls of other proxies; the context's service answers for this proxy alone."""
 
-    def __init__(self, context: ApiContext, leases: Leases) -> None:
+    def __init__(self, context: ApiContext, leases: SessionLeases) -> None:
         self._context = context
         self._service: Service = context.service
         self._leases = leases
@@ -192,7 +192,7 @@ class PeerApi:
 
             async def answer() -> object:
                 self._admit(request)
-                return await run(_decoded(await body.read(request), kind))
+                return await run(_decode(await body.read(request), kind))
 
             try:
                 return await self._respond(name, answer)
@@ -246,7 +246,7 @@ class _NoSession(OwnerUnavailable):
     status = NOBODY
 
 
-def _decoded(raw: bytes, kind: type[T]) -> T:
+def _decode(raw: bytes, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(raw, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -35,7 +35,7 @@ class PartitionGauges:
         committed_s: list[float] = []
         owners = list(self._broker.ledgers())
         for owner in owners:
-            ledger, now_ms = owner.ledger, owner.now_ms()
+            ledger, now_ms = owner.ledger, owner.clock.now_ms()
             pending.update(ledger.index.pending_by_group)
             parked.update(ledger.index.parked_by_group)
             refused.update(ledger.index.refused_by_topic)
@@ -91,7 +91,7 @@ class PartitionGauges:
         oldest = next((t for t in unsettled if not (t.kept_at or t.lost)), None)
         if oldest is None and len(unsettled) < LOOKED_AT_MAX:
             return None
-        age_ms = owner.now_ms() - (oldest or unsettled[-1]).prepared_at_ms
+        age_ms = owner.clock.now_ms() - (oldest or unsettled[-1]).prepared_at_ms
         return self._half_retention_s - age_ms / 1000
 
 

@@ -18,13 +18,13 @@ from txbroker.contract.service import (
     HISTORY_S,
     HISTORY_STEPS_S,
     CheckCounts,
+    HalfPartitionState,
     History,
     HistoryEvent,
     HistoryPoint,
     HistoryRequest,
     Latency,
     OperatorAction,
-    PartitionState,
 )
 from txbroker.diagnosis.table import PROXY_WORDS
 from txbroker.proxy.observe.observed import Observed, ObservedPartition, Past
@@ -61,10 +61,10 @@ _LATENCIES = {
 """The metric of each latency."""
 _COUNTED = frozenset(
     {
-        PartitionState.OWNED,
-        PartitionState.SUSPENDED,
-        PartitionState.ELSEWHERE,
-        PartitionState.NONE,
+        HalfPartitionState.OWNED,
+        HalfPartitionState.SUSPENDED,
+        HalfPartitionState.ELSEWHERE,
+        HalfPartitionState.NONE,
     }
 )
 """The states in which the transactions of a half partition are known here, or not this proxy's."""
@@ -118,7 +118,7 @@ class _Series:
         self.since_s = since_s
         self.active_s = since_s
 
-    def add(self, now_ms: int, second: int, group: "_Group", *, current: bool) -> None:
+    def add(self, now_ms: int, second: int, group: "_GroupSample", *, current: bool) -> None:
         """Add a sample, whose present values are known only if they are `current`."""
         pending, parked = (group.pending, group.parked) if current else (math.nan, math.nan)
         since_ms = now_ms if group.oldest_ms is None or not current else group.oldest_ms
@@ -132,7 +132,7 @@ class _Series:
             values[at + _OLDEST] = max(values[at + _OLDEST], oldest_s)
 
 
-class _Group:
+class _GroupSample:
     """The part of a sample that is about one group, or about all."""
 
     __slots__ = ("counts", "oldest_ms", "parked", "pending")
@@ -161,10 +161,10 @@ class _Reading:
     """
 
     def __init__(self, known: Mapping[str, _Series], second: int) -> None:
-        self.whole = _Group()
+        self.whole = _GroupSample()
         # One that was busy within the longest step: its row must not keep old values.
         self.groups = {
-            name: _Group()
+            name: _GroupSample()
             for name, series in known.items()
             if series.active_s >= second - HISTORY_STEPS_S[-1]
         }
@@ -174,10 +174,10 @@ class _Reading:
         self._second = second
         self._room = GROUPS_MAX
 
-    def _group(self, name: str) -> _Group | None:
+    def _group(self, name: str) -> _GroupSample | None:
         group = self.groups.get(name)
         if group is None and (self._room or name in self._known):
-            group = self.groups[name] = _Group()
+            group = self.groups[name] = _GroupSample()
             if name not in self._known:
                 self._room -= 1
         return group
@@ -198,7 +198,8 @@ class _Reading:
         for place, counts in enumerate(taken):
             for name, number in counts.items():
                 self.count(name, ((place, number),))
-        if owner.suspended_since_ms is not None or owner.kafka.silent_since_ms(owner.now_ms()):
+        silent = owner.kafka.silent_since_ms(owner.clock.now_ms())
+        if owner.suspended_since_ms is not None or silent:
             self.current = False
         pending, parked = index.pending_by_group, index.parked_by_group
         whole.pending += sum(pending.values())
@@ -481,7 +482,7 @@ def joined_history(parts: Sequence[History], *, complete: bool) -> History:
             bounds.setdefault(name, found)
         for point in part.points:
             known = points.get(point.at_ms)
-            points[point.at_ms] = point if known is None else _added(known, point)
+            points[point.at_ms] = point if known is None else _add(known, point)
     times = sorted(points)
     # The newest step may be complete at some proxies only.
     while len(times) > 1 and points[times[-1]].proxies < points[times[-2]].proxies:
@@ -522,7 +523,7 @@ def joined_history(parts: Sequence[History], *, complete: bool) -> History:
     )
 
 
-def _added(one: HistoryPoint, other: HistoryPoint) -> HistoryPoint:
+def _add(one: HistoryPoint, other: HistoryPoint) -> HistoryPoint:
     ages = [a for a in (one.oldest_pending_age_s, other.oldest_pending_age_s) if a is not None]
     buckets = dict(one.buckets)
     for name, counts in other.buckets.items():

@@ -214,7 +214,7 @@ class _Labels:
         return value
 
 
-class Latency(Collector):
+class LatencyHistogram(Collector):
     """A histogram of every transaction, at a fifth of the cost of prometheus_client's.
 
     Attributes:
@@ -306,7 +306,7 @@ class Metrics(Collector):
         self._described: list[Described] = [_ANSWERS]
         self._answers = _Answers()
         self.registry.register(self._answers)
-        self.latencies: dict[str, Latency] = {}
+        self.latencies: dict[str, LatencyHistogram] = {}
         self._make_counters()
         self._make_histograms()
         self.registry.register(self)
@@ -346,9 +346,11 @@ class Metrics(Collector):
             self._described.append(Described(f"txbroker_{name}", "gauge", (), text))
             return Gauge(f"txbroker_{name}", text, registry=self.registry)
 
-        def latency(name: str, text: str, bounds: Sequence[float], *labels: str) -> Latency:
+        def latency(
+            name: str, text: str, bounds: Sequence[float], *labels: str
+        ) -> LatencyHistogram:
             self._described.append(Described(f"txbroker_{name}", "histogram", labels, text))
-            collector = Latency(f"txbroker_{name}", text, bounds, *labels)
+            collector = LatencyHistogram(f"txbroker_{name}", text, bounds, *labels)
             self.registry.register(collector)
             if not labels:
                 self.latencies[name] = collector

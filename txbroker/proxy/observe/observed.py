@@ -16,6 +16,7 @@ from txbroker.contract.service import (
 )
 from txbroker.core.ledger import Ledger
 from txbroker.proxy.observe.counting import RateCounter
+from txbroker.proxy.partition.clock import LogTime
 
 Actions: TypeAlias = tuple[tuple[OperatorAction, ...], dict[int, int]]
 """Operators' actions, and by half partition from when on they are known, ms."""
@@ -38,20 +39,19 @@ class ObservedPartition(Protocol):
     """The owner of a half partition.
 
     Attributes:
+        clock: the brokers' clock.
         suspended_since_ms: None if it is not suspended.
     """
 
     partition: int
     ledger: Ledger
+    clock: LogTime
     rates: RateCounter
     suspended_since_ms: int | None
 
     @property
     def kafka(self) -> ObservedKafka:
         """Whether Kafka answers it."""
-
-    def now_ms(self) -> int:
-        """Return the time by the brokers' clock, ms."""
 
 
 class ObservedPartitions(Protocol):

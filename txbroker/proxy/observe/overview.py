@@ -22,10 +22,10 @@ from txbroker.contract.service import (
     CheckCounts,
     GroupChecks,
     GroupOverview,
+    HalfPartitionState,
     Overview,
     ParkedAnswer,
     PartitionOverview,
-    PartitionState,
     ProxyOverview,
     Readiness,
 )
@@ -35,7 +35,7 @@ PARKED_LOOKED_AT_MAX = 1000
 """Parked transactions of a half partition whose last answers an overview counts."""
 
 
-_NOT_OURS = frozenset({PartitionState.ELSEWHERE, PartitionState.NONE})
+_NOT_OURS = frozenset({HalfPartitionState.ELSEWHERE, HalfPartitionState.NONE})
 
 
 class Unobserved(Observed):
@@ -69,7 +69,7 @@ def local_overview(observed: Observed) -> Overview:
             continue
         shown = PartitionOverview(number, url, state, why)
         moment = moments.get(number)
-        partitions.append(shown if moment is None else _counted(shown, moment))
+        partitions.append(shown if moment is None else _count(shown, moment))
     groups: dict[str, GroupOverview] = {}
     refused: Counter[str] = Counter()
     for moment in moments.values():
@@ -95,7 +95,7 @@ def local_overview(observed: Observed) -> Overview:
             ),
         ),
         partitions=tuple(partitions),
-        groups=_completed(named, observed),
+        groups=_complete(named, observed),
         groups_left_off=len(groups) - len(named),
         refused_topics=dict(refused),
         audits=tuple(observed.audits()),
@@ -117,7 +117,7 @@ class _Moment(NamedTuple):
 
 
 def _moment(owner: ObservedPartition) -> _Moment:
-    now_ms = owner.now_ms()
+    now_ms = owner.clock.now_ms()
     silent_ms = owner.kafka.silent_since_ms(now_ms)
     since = [at_ms for at_ms in (silent_ms, owner.suspended_since_ms) if at_ms is not None]
     return _Moment(owner, now_ms, silent_ms, min(since, default=None))
@@ -148,7 +148,7 @@ def _proxy(
     )
 
 
-def _completed(groups: Sequence[GroupOverview], observed: Observed) -> tuple[GroupOverview, ...]:
+def _complete(groups: Sequence[GroupOverview], observed: Observed) -> tuple[GroupOverview, ...]:
     """Return groups with what only those that are listed need."""
     urls, past = observed.check_urls(), observed.past
     return tuple(
@@ -171,7 +171,7 @@ def _not_read(observed: Observed) -> Iterable[str]:
             )
 
 
-def _counted(shown: PartitionOverview, moment: _Moment) -> PartitionOverview:
+def _count(shown: PartitionOverview, moment: _Moment) -> PartitionOverview:
     index = moment.owner.ledger.index
     oldest = [
         at_ms
@@ -290,7 +290,7 @@ def _rank(shown: PartitionOverview) -> tuple[bool, bool]:
 def _unknown(number: int, url: str, missing: Mapping[str, str]) -> PartitionOverview:
     if url in missing:
         return PartitionOverview(number, url, UNREACHABLE, missing[url])
-    return PartitionOverview(number, url, PartitionState.NONE)
+    return PartitionOverview(number, url, HalfPartitionState.NONE)
 
 
 def _add_group(groups: dict[str, GroupOverview], report: GroupOverview) -> None:

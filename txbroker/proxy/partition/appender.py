@@ -115,7 +115,7 @@ class LogReplica:
         return outcomes
 
 
-class _Entry(Struct, eq=False):
+class _QueuedRun(Struct, eq=False):
     """A queued run and the results of its rows so far."""
 
     rows: Sequence[Row]
@@ -131,7 +131,7 @@ class _Entry(Struct, eq=False):
 class _Part(NamedTuple):
     """Rows of one run that go into a batch: from `start` up to, not including, `stop`."""
 
-    entry: _Entry
+    entry: _QueuedRun
     start: int
     stop: int
 
@@ -142,17 +142,17 @@ class _Queue:
     def __init__(self) -> None:
         self.size = 0
         # Ordered, with removal from the middle: a caller that gives up is removed at once.
-        self._entries: OrderedDict[_Entry, None] = OrderedDict()
+        self._entries: OrderedDict[_QueuedRun, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, entry: _Entry, size: int) -> None:
+    def add(self, entry: _QueuedRun, size: int) -> None:
         """Put a run of `size` bytes at the end."""
         self._entries[entry] = None
         self.size += size
 
-    def remove(self, entry: _Entry) -> None:
+    def remove(self, entry: _QueuedRun) -> None:
         """Remove the rows of a run that are not in flight: its caller has given up."""
         if entry.taken < len(entry.rows):
             del self._entries[entry]
@@ -195,7 +195,7 @@ class _Queue:
             del self._entries[entry]
         return parts, size, count
 
-    def _took(self, entry: _Entry, stop: int) -> None:
+    def _took(self, entry: _QueuedRun, stop: int) -> None:
         for row in entry.rows[entry.taken : stop]:
             self.size -= row.size
         entry.taken = stop
@@ -246,7 +246,7 @@ class Appender:
         if self._ended or too_large or size > room:
             return await self._append_some(rows, priority, on_results, results, room)
         done = asyncio.get_running_loop().create_future()
-        entry = _Entry(rows, results, done, on_results, left=len(rows))
+        entry = _QueuedRun(rows, results, done, on_results, left=len(rows))
         queue.add(entry, size)
         self._wake.set()
         try:
@@ -335,7 +335,7 @@ class Appender:
 
     def turn_away(self) -> None:
         """Fail all rows that are not in flight: the owner is suspended."""
-        _fail(self._waiting(), _suspended)
+        _fail(self._waiting(), _suspension)
 
     def _waiting(self) -> list[_Part]:
         return [part for queue in self._queues.values() for part in queue.clear()]
@@ -363,7 +363,7 @@ class Appender:
     async def _send(self, parts: list[_Part]) -> None:
         if not self._gate.is_set():
             # Suspended since the first half of a refused batch was sent.
-            _fail(parts, _suspended)
+            _fail(parts, _suspension)
             return
         rows = [row for entry, start, stop in parts for row in entry.rows[start:stop]]
         records = [record for row in rows for record in row.records]
@@ -491,7 +491,7 @@ def _check_same(record: Record, anchor: Anchor | None) -> None:
         )
 
 
-def _suspended() -> RequestError:
+def _suspension() -> RequestError:
     return OwnerUnavailable("the owner of the partition is unknown at the moment: retry")
 
 
@@ -509,7 +509,7 @@ def _fail(parts: Iterable[_Part], error: Callable[[], RequestError]) -> None:
         _account(entry, failed)
 
 
-def _account(entry: _Entry, count: int) -> None:
+def _account(entry: _QueuedRun, count: int) -> None:
     if entry.done.done():
         # The caller has given up, or all rows had a result before.
         return

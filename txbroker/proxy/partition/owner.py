@@ -41,7 +41,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from txbroker.contract.service import PartitionState
+from txbroker.contract.service import HalfPartitionState
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Claim, State
 from txbroker.door.protocols import Claimed, Hanging, PartitionDoor, Targets
@@ -87,10 +87,10 @@ class PartitionOwner:
         gate: set unless this owner is suspended.
         kafka: whether Kafka answers the regular reads of the logs.
         suspended_since_ms: by the brokers' clock, None unless it is suspended.
-        now_ms: returns the time by the brokers' clock, ms.
-        id_ms: returns the time by which ids are made and judged, ms: where the half topic's log
-            clock will stand when a record is appended now. If that broker's clock is put back the
-            log clock stands still, and ids by any other clock would soon be void.
+        clock: the brokers' clock.
+        id_clock: by it ids are made and judged: where the half topic's log clock will stand when a
+            record is appended now. If that broker's clock is put back the log clock stands still,
+            and ids by any other clock would soon be void.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class PartitionOwner:
         self.kafka = KafkaAnswers()
         self.suspended_since_ms: int | None = None
         self.gate = context.gate
-        self.now_ms = context.clock.now_ms
-        self.id_ms = context.id_clock.now_ms
-        self._phase = PartitionState.CLAIMING
+        self.clock = context.clock
+        self.id_clock = context.id_clock
+        self._phase = HalfPartitionState.CLAIMING
         self._resumed_s = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
         self._checking: asyncio.Task[None] | None = None
@@ -147,9 +147,9 @@ class PartitionOwner:
             KafkaUnavailable: Kafka does not answer.
         """
         claimed = await self._claims.first()
-        self._phase = PartitionState.REPLAYING
+        self._phase = HalfPartitionState.REPLAYING
         await self._begin(await recover(self._context, claimed))
-        clock = LogClockFollower(self._context.clock, self.ledger)
+        clock = LogClockFollower(self.clock, self.ledger)
         self._context.followers.extend((clock, self.checks, self._promoter))
         failpoint("recover.done")
         loops = (
@@ -160,17 +160,15 @@ class PartitionOwner:
             self._snapshots.run,
         )
         self._tasks = [self._begin_task(loop) for loop in loops]
-        self._phase = PartitionState.OWNED
+        self._phase = HalfPartitionState.OWNED
         self._resumed_s = time.monotonic()
         self._begin_checks()
         self._promoter.wake()
 
     async def _begin(self, recovered: Recovered) -> None:
-        clock, id_clock = self._context.clock, self._context.id_clock
-        clock.at_least(recovered.timestamp_ms)
-        id_clock.at_least(recovered.timestamp_ms)
-        clock.at_least(max(self.ledger.half_clock_ms, self.ledger.op_clock_ms))
-        id_clock.at_least(self.ledger.half_clock_ms)
+        half_ms = max(recovered.timestamp_ms, self.ledger.half_clock_ms)
+        self.clock.at_least(max(half_ms, self.ledger.op_clock_ms))
+        self.id_clock.at_least(half_ms)
         self._snapshots.start_from(recovered.greatest, recovered.snapshots, recovered.position)
         await self._retention.deleted_before(recovered.half_start)
         yielder = Yielder()
@@ -194,7 +192,7 @@ class PartitionOwner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if last_snapshot and self.phase is PartitionState.OWNED:
+        if last_snapshot and self.phase is HalfPartitionState.OWNED:
             await self._snapshots.last()
         self._context.visible.close()
         await self._context.door.close()
@@ -207,7 +205,7 @@ class PartitionOwner:
         """
         if self.gate.is_set():
             self.gate.clear()
-            self.suspended_since_ms = self.now_ms()
+            self.suspended_since_ms = self.clock.now_ms()
             failpoint("handover.suspended")
             self._half.turn_away()
             self._op.turn_away()
@@ -235,10 +233,10 @@ class PartitionOwner:
             self._checking = self._begin_task(self.checks.run)
 
     @property
-    def phase(self) -> PartitionState:
+    def phase(self) -> HalfPartitionState:
         if not self.gate.is_set():
-            return PartitionState.SUSPENDED
-        return PartitionState.HANGING if self._claims.hanging else self._phase
+            return HalfPartitionState.SUSPENDED
+        return HalfPartitionState.HANGING if self._claims.hanging else self._phase
 
     def stuck_since_s(self) -> float:
         """Return for how long no promotion transaction, or reclaim, has succeeded, seconds.
@@ -262,12 +260,6 @@ class PartitionOwner:
         log, actions = context.door.op, context.proxy.actions
         await actions.read_back(log, self.partition, until_s, group_of)
 
-    def clock_at_least(self, now_ms: int) -> None:
-        """Put the clocks forward to a time that a broker's clock has reached."""
-        self._context.clock.at_least(now_ms)
-        self._context.id_clock.at_least(now_ms)
-        self.checks.look_again()
-
     def _begin_task(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
         task = asyncio.create_task(loop())
         task.add_done_callback(self._ended)
@@ -286,7 +278,7 @@ class PartitionOwner:
             self.rates.sample()
             self.ledger.index.share_by(self._context.proxy.principals().share_of)
             try:
-                self.kafka.asked(self.now_ms())
+                self.kafka.asked(self.clock.now_ms())
                 await self._half.look(IDLE_S)
                 await self._op.look(IDLE_S)
                 self.kafka.answered()

@@ -18,7 +18,7 @@ from txbroker.core.decoding import Malformed, NewerVersion, decode_half, decode_
 from txbroker.core.index import OffsetIndex
 from txbroker.core.lifecycle import SETTLED
 from txbroker.core.routing import TIME_MAX_MS
-from txbroker.core.terms import Terms
+from txbroker.core.terms import SearchTerms
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Log, LogTruncated
 from txbroker.errors import (
@@ -142,7 +142,7 @@ class ScanPage(NamedTuple):
     next: Cursor | None = None
 
 
-class Found(NamedTuple):
+class MatchPage(NamedTuple):
     """The transactions of a page, newest first, and how many more may match and cannot be read."""
 
     transactions: list[Transaction]
@@ -162,7 +162,9 @@ class Scanner:
         # One page at a time: all searches share a bounded part of the event loop.
         self._scanning = asyncio.Semaphore()
 
-    async def page(self, layer: Layer, terms: Terms, cursor: Cursor, visible: Patterns) -> Found:
+    async def page(
+        self, layer: Layer, terms: SearchTerms, cursor: Cursor, visible: Patterns
+    ) -> MatchPage:
         """Return a page of a search.
 
         Args:
@@ -180,11 +182,11 @@ class Scanner:
                 else:
                     page = await search_topic(self._half, self._op, layer, terms, cursor)
                 matches = [match for match in page.matches if match.group in visible]
-                return await self._found(layer, terms, page._replace(matches=matches))
+                return await self._resolve(layer, terms, page._replace(matches=matches))
             except (KafkaUnavailable, LogTruncated, InvariantBroken) as error:
                 raise OwnerUnavailable(f"cannot search: {error}") from None
 
-    async def _found(self, layer: Layer, terms: Terms, page: ScanPage) -> Found:
+    async def _resolve(self, layer: Layer, terms: SearchTerms, page: ScanPage) -> MatchPage:
         found: list[Transaction] = []
         unread, messages, following = 0, 0, page.next
         deadline_s = time.monotonic() + RESOLVE_S
@@ -202,9 +204,9 @@ class Scanner:
                 unread += 1
                 continue
             found.append(transaction)
-        return Found(found[::-1], unread, page.records, following)
+        return MatchPage(found[::-1], unread, page.records, following)
 
-    async def _transaction(self, layer: Layer, terms: Terms, match: Match) -> Transaction:
+    async def _transaction(self, layer: Layer, terms: SearchTerms, match: Match) -> Transaction:
         """Return the transaction of a match.
 
         Raises:
@@ -241,7 +243,7 @@ class Scanner:
         raise NotFound(id=match.id)
 
     async def _match_first(
-        self, terms: Terms, transaction: Transaction | None, half: range
+        self, terms: SearchTerms, transaction: Transaction | None, half: range
     ) -> bool:
         """Return whether a half message has the order and dedup key, which its first record has."""
         if transaction is not None and transaction.state not in SETTLED:
@@ -253,7 +255,7 @@ class Scanner:
 
 
 async def search_memory(
-    index: OffsetIndex, bodies: BodyCache, terms: Terms, seen: int, start: int
+    index: OffsetIndex, bodies: BodyCache, terms: SearchTerms, seen: int, start: int
 ) -> ScanPage:
     """Return a page of matching unsettled transactions.
 
@@ -284,7 +286,7 @@ async def search_memory(
 
 
 async def _match_messages(
-    transaction: Transaction, bodies: BodyCache, terms: Terms, *, read: bool
+    transaction: Transaction, bodies: BodyCache, terms: SearchTerms, *, read: bool
 ) -> bool:
     """Return whether the messages match, or may match as they are lost; with `read`, which few
     need, also if Kafka has to be asked for them."""
@@ -298,12 +300,14 @@ async def _match_messages(
     return _is_unknown(transaction, terms)
 
 
-def _is_unknown(transaction: Transaction, terms: Terms) -> bool:
+def _is_unknown(transaction: Transaction, terms: SearchTerms) -> bool:
     """Return whether the terms are about messages that were deleted."""
     return terms.needs_messages and transaction.lost and not transaction.has_bodies
 
 
-async def search_topic(half: Log, op: Log, layer: Layer, terms: Terms, cursor: Cursor) -> ScanPage:
+async def search_topic(
+    half: Log, op: Log, layer: Layer, terms: SearchTerms, cursor: Cursor
+) -> ScanPage:
     """Return a page of matching transactions of the half or operation topic, settled ones too.
 
     Raises:
@@ -358,7 +362,7 @@ async def search_topic(half: Log, op: Log, layer: Layer, terms: Terms, cursor: C
     return ScanPage(list(matches.values()), count, following)
 
 
-async def _bounds(half: Log, op: Log, layer: Layer, terms: Terms) -> tuple[int, int]:
+async def _bounds(half: Log, op: Log, layer: Layer, terms: SearchTerms) -> tuple[int, int]:
     """Return the offsets between which the records of the transactions of these terms are."""
     start, end = await half.bounds()
     first_ms, last_ms = terms.times(NEAR_MS)

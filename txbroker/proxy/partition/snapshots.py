@@ -12,7 +12,7 @@ from txbroker.core.records import Record
 from txbroker.core.snapshot import (
     CHUNK_BYTES,
     SLOTS,
-    Capture,
+    SnapshotCapture,
     Whole,
     chunks_in,
     segment_key,
@@ -77,7 +77,7 @@ class SnapshotWriter:
         self._last = 0
         self._checkpoint_op = -1
         """The `op` of the checkpoint in the newest complete snapshot; -1 without one."""
-        self._capture: Capture | None = None
+        self._capture: SnapshotCapture | None = None
 
     def start_from(self, greatest: Whole | None, stored: Sequence[Record], position: int) -> None:
         """Start with the result of the recovery.
@@ -159,7 +159,7 @@ class SnapshotWriter:
         checkpoint_op = ledger.op_committed
         began_s, at_ms = time.monotonic(), self._context.clock.now_ms()
         wanted, self._wanted, whole = self._wanted, False, False
-        capture = self._capture = Capture(
+        capture = self._capture = SnapshotCapture(
             ledger,
             uuid.uuid4().hex,
             slot,
@@ -194,7 +194,7 @@ class SnapshotWriter:
             )
         return whole
 
-    async def _store(self, capture: Capture, slot: int) -> bool:
+    async def _store(self, capture: SnapshotCapture, slot: int) -> bool:
         """Store the records; return False if the snapshot was abandoned before its end."""
         since_s = time.monotonic()
         for records in _batches(capture.records()):
@@ -212,7 +212,7 @@ class SnapshotWriter:
         await self._context.gate.wait()
         await self._door.store(records)
 
-    async def _tidy(self, capture: Capture, slot: int) -> None:
+    async def _tidy(self, capture: SnapshotCapture, slot: int) -> None:
         """Remove records that neither this complete snapshot nor the one before it needs."""
         kept = frozenset(capture.segments)
         self._segments |= kept

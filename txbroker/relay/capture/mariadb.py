@@ -29,12 +29,12 @@ from txbroker.relay.capture.maria.binlog import (
     HEARTBEAT_S,
     Alive,
     Binlog,
+    BinlogPlace,
+    BinlogPosition,
     ChangesLost,
     Committed,
     Interrupted,
     NotCompared,
-    Place,
-    Position,
     TablesChanged,
     check_position,
     read_position,
@@ -59,7 +59,7 @@ _MESSAGE_BYTES = 300
 """Bytes of a message beside its key and value."""
 
 
-class _Piece(Struct, frozen=True, gc=False):
+class _MessagePiece(Struct, frozen=True, gc=False):
     """Messages of one transaction.
 
     Attributes:
@@ -71,7 +71,7 @@ class _Piece(Struct, frozen=True, gc=False):
     end: Committed | None
 
 
-class _Reader:
+class _BinlogReader:
     """Reads the binary log in a thread.
 
     Args:
@@ -84,7 +84,7 @@ class _Reader:
         self,
         binlog: Binlog,
         conversion: Conversion,
-        inspect: Callable[[], mariadb_setup.Facts],
+        inspect: Callable[[], mariadb_setup.MariaFacts],
         failed: Callable[[Exception], Exception],
     ) -> None:
         self._binlog = binlog
@@ -92,7 +92,7 @@ class _Reader:
         self._inspect = inspect
         self._explain = failed
         self._loop = asyncio.get_running_loop()
-        self._pieces: deque[_Piece] = deque()
+        self._pieces: deque[_MessagePiece] = deque()
         self._size = 0
         self._changed = threading.Condition()
         self._closed = False
@@ -114,7 +114,7 @@ class _Reader:
             await self._arrived.wait()
             self._arrived.clear()
 
-    async def take(self) -> _Piece:
+    async def take(self) -> _MessagePiece:
         """Wait for a piece, and take it; see `wait` for errors."""
         await self.wait()
         with self._changed:
@@ -162,13 +162,13 @@ class _Reader:
                 number += 1
                 if size >= PIECE_BYTES:
                     self._put_skipped()
-                    self._put(_Piece(messages, size, None))
+                    self._put(_MessagePiece(messages, size, None))
                     messages, size, begun = [], 0, True
             elif isinstance(event, TransactionInfo):
                 info, number, begun = event, 0, False
             elif isinstance(event, Committed):
                 if messages or begun:
-                    self._put(_Piece(messages, size, event))
+                    self._put(_MessagePiece(messages, size, event))
                     messages, size, self._skipped, last_s = [], 0, None, time.monotonic()
                 else:
                     self._skipped = event
@@ -197,10 +197,10 @@ class _Reader:
     def _put_skipped(self) -> None:
         """Let the position move on to the last transaction, if that has no messages."""
         if self._skipped is not None:
-            self._put(_Piece([], 0, self._skipped))
+            self._put(_MessagePiece([], 0, self._skipped))
             self._skipped = None
 
-    def _put(self, piece: _Piece) -> None:
+    def _put(self, piece: _MessagePiece) -> None:
         with self._changed:
             while self._size >= _WAITING_BYTES_MAX and not self._closed:
                 self._changed.wait()
@@ -215,7 +215,7 @@ class _Reader:
             self._loop.call_soon_threadsafe(self._arrived.set)
 
 
-class _Delivery:
+class _BinlogDelivery:
     """Whole transactions, joined while they are small and there.
 
     Attributes:
@@ -223,10 +223,10 @@ class _Delivery:
         place: the same in the files of the log.
     """
 
-    def __init__(self, reader: _Reader) -> None:
+    def __init__(self, reader: _BinlogReader) -> None:
         self._reader = reader
         self.position = b""
-        self.place = Place("", 0)
+        self.place = BinlogPlace("", 0)
 
     async def pieces(self) -> AsyncIterator[Sequence[Message]]:
         """Yield the messages; see `Delivery.pieces`."""
@@ -269,10 +269,10 @@ class MariadbSource:
         """The last transaction was purged, so that it cannot be compared."""
         self._gap = ""
         """Why changes are to be skipped."""
-        self._interrupted: Place | None = None
+        self._interrupted: BinlogPlace | None = None
         """Where the connection was lost last."""
-        self._reader: _Reader | None = None
-        self._place: Place | None = None
+        self._reader: _BinlogReader | None = None
+        self._place: BinlogPlace | None = None
 
     async def resume(self, position: bytes | None) -> None:
         """Begin after a position, or where `apply` recorded it."""
@@ -288,7 +288,7 @@ class MariadbSource:
                 "`txbroker capture apply FILE` first"
             )
         if position is None:
-            start = Position(facts.start or "")
+            start = BinlogPosition(facts.start or "")
         else:
             start = read_position(database.name, position)
         try:
@@ -298,16 +298,16 @@ class MariadbSource:
             if failure is error:
                 raise
         if self._gap:
-            start = Position(facts.settings["gtid_binlog_pos"])
+            start = BinlogPosition(facts.settings["gtid_binlog_pos"])
             log.warning("capture skips a gap", capture=mapping.name, gap=self._gap)
         elif self._uncompared:
-            start = Position(start.gtids)
+            start = BinlogPosition(start.gtids)
         self._gap, self._uncompared = "", False
         self.conversion.begin(steps)
         binlog = Binlog(database, mapping.tables, facts, start, self.conversion.skips)
-        self._reader = _Reader(binlog, self.conversion, self._inspect, self._explain)
+        self._reader = _BinlogReader(binlog, self.conversion, self._inspect, self._explain)
 
-    def _inspect(self) -> mariadb_setup.Facts:
+    def _inspect(self) -> mariadb_setup.MariaFacts:
         """Look at the server again; blocks.
 
         Raises:
@@ -342,11 +342,11 @@ class MariadbSource:
         if self._reader is None:
             raise DatabaseUnavailable(f"{self._database.name}: the source was not resumed")
         await self._reader.wait()
-        return _Delivery(self._reader)
+        return _BinlogDelivery(self._reader)
 
     async def delivered(self, delivery: Delivery) -> None:
         """Remember the place: MariaDB keeps its log for the time in its settings."""
-        assert isinstance(delivery, _Delivery)
+        assert isinstance(delivery, _BinlogDelivery)
         self._place = delivery.place
 
     async def refused(self, delivery: Delivery, refusals: Sequence[Refusal]) -> None:
@@ -371,10 +371,10 @@ class MariadbSource:
             await reader.close()
 
 
-def _end_of_log() -> Steps[tuple[Place, int]]:
+def _end_of_log() -> Steps[tuple[BinlogPlace, int]]:
     """Return the end of the log, and the size of its files."""
     found = yield Query("SHOW GLOBAL STATUS LIKE 'binlog_snapshot%'")
     shown = {name.lower(): value for name, value in found.rows}
     size = yield Query("SELECT @@global.max_binlog_size")
-    end = Place(shown["binlog_snapshot_file"], int(shown["binlog_snapshot_position"]))
+    end = BinlogPlace(shown["binlog_snapshot_file"], int(shown["binlog_snapshot_position"]))
     return end, int(size.rows[0][0])

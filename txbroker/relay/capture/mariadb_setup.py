@@ -78,7 +78,7 @@ class Column(Struct, frozen=True):
     charset: str | None
 
 
-class Facts(Struct, frozen=True):
+class MariaFacts(Struct, frozen=True):
     """The findings of `look`.
 
     Attributes:
@@ -110,12 +110,12 @@ class Facts(Struct, frozen=True):
         }
 
 
-def look(mapping: CaptureMapping) -> Steps[Facts]:
+def look(mapping: CaptureMapping) -> Steps[MariaFacts]:
     """Look at the server."""
     shown = yield Query("SELECT VERSION()")
     version = tuple(int(each) for each in re.findall(r"\d+", shown.rows[0][0])[:2])
     if version < _VERSION_MIN or "maria" not in str(shown.rows[0][0]).lower():
-        return Facts((0, 0))
+        return MariaFacts((0, 0))
     names = ", ".join(f"@@global.{name}" for name in _FACTS)
     found = yield Query(f"SELECT {names}")
     settings = dict(zip(_FACTS, map(str, found.rows[0]), strict=True))
@@ -153,7 +153,7 @@ def look(mapping: CaptureMapping) -> Steps[Facts]:
     replication = any(re.search(r"REPLICATION SLAVE[,\s]|ALL PRIVILEGES", each) for each in rights)
     filters = yield from _filters()
     start = yield from _recorded_position(mapping.name)
-    return Facts(
+    return MariaFacts(
         version,
         settings,
         columns,
@@ -263,7 +263,7 @@ def _forget(name: str) -> Steps[bool]:
     return deleted.count > 0
 
 
-def needed(mapping: CaptureMapping, facts: Facts) -> list[Step]:
+def needed(mapping: CaptureMapping, facts: MariaFacts) -> list[Step]:
     """Return the steps without which a capture cannot run."""
     if facts.version < _VERSION_MIN:
         text = "a capture needs MariaDB 10.6 or newer, and not MySQL: upgrade the server"
@@ -271,7 +271,7 @@ def needed(mapping: CaptureMapping, facts: Facts) -> list[Step]:
     return [*_server_steps(facts), *_table_steps(mapping, facts)]
 
 
-def _steps(mapping: CaptureMapping, facts: Facts) -> list[Step]:
+def _steps(mapping: CaptureMapping, facts: MariaFacts) -> list[Step]:
     steps = needed(mapping, facts)
     if mapping.emitted:
         steps.append(NO_EMITTED)
@@ -285,7 +285,7 @@ def _steps(mapping: CaptureMapping, facts: Facts) -> list[Step]:
     return steps
 
 
-def _server_steps(facts: Facts) -> Iterator[Step]:
+def _server_steps(facts: MariaFacts) -> Iterator[Step]:
     for name, (shown, wanted) in _SETTINGS.items():
         found = facts.settings[name]
         if found == shown:
@@ -327,7 +327,7 @@ def _server_steps(facts: Facts) -> Iterator[Step]:
         )
 
 
-def _table_steps(mapping: CaptureMapping, facts: Facts) -> Iterator[Step]:
+def _table_steps(mapping: CaptureMapping, facts: MariaFacts) -> Iterator[Step]:
     for table in mapping.tables:
         name = f"{table.schema}.{table.table}"
         faults = list(_faults(table, facts))
@@ -338,7 +338,7 @@ def _table_steps(mapping: CaptureMapping, facts: Facts) -> Iterator[Step]:
     yield from (each.step for each in gaps(mapping, facts))
 
 
-def gaps(mapping: CaptureMapping, facts: Facts) -> Iterator[Gap]:
+def gaps(mapping: CaptureMapping, facts: MariaFacts) -> Iterator[Gap]:
     """Yield the changes of tables that the binary log does not show."""
     for table in mapping.tables:
         definition = facts.definitions.get((table.schema, table.table))
@@ -346,7 +346,7 @@ def gaps(mapping: CaptureMapping, facts: Facts) -> Iterator[Gap]:
             yield from definition_gaps(table, definition)
 
 
-def changed(mapping: CaptureMapping, facts: Facts) -> list[str]:
+def changed(mapping: CaptureMapping, facts: MariaFacts) -> list[str]:
     """Return why a capture cannot go on after its tables were changed."""
     found = refusals(each.step for each in gaps(mapping, facts))
     for (schema, table), columns in facts.columns.items():
@@ -355,7 +355,7 @@ def changed(mapping: CaptureMapping, facts: Facts) -> list[str]:
     return found
 
 
-def _faults(table: CapturedTable, facts: Facts) -> Iterator[str]:
+def _faults(table: CapturedTable, facts: MariaFacts) -> Iterator[str]:
     name = (table.schema, table.table)
     if name not in facts.columns:
         yield "it does not exist, or this user may not read it: correct the name, or grant SELECT"

@@ -15,7 +15,7 @@ from txbroker.errors import needs
 from txbroker.relay.capture.conversion import Conversion
 from txbroker.relay.capture.mapping import TableMappings, read
 from txbroker.relay.capture.setup import CaptureSetup, Step
-from txbroker.relay.source import Source
+from txbroker.relay.source import DeliverySource
 
 _LEFT: dict[str, str] = {
     "postgresql": "the position in Kafka; the role and wal_level of the server",
@@ -25,7 +25,7 @@ _LEFT: dict[str, str] = {
 """What `remove` leaves, by the kind of database."""
 
 
-class CaptureSource(Source, Protocol):
+class CaptureSource(DeliverySource, Protocol):
     """A source of changes.
 
     Attributes:

@@ -32,7 +32,7 @@ from txbroker.relay.capture.pg import facts as pgfacts
 from txbroker.relay.capture.pg import position as pgposition
 from txbroker.relay.capture.pg.pgoutput import (
     Begin,
-    Commit,
+    CommitMessage,
     Decoder,
     Event,
     LogicalMessage,
@@ -40,7 +40,7 @@ from txbroker.relay.capture.pg.pgoutput import (
     lsn_text,
     parse_lsn,
 )
-from txbroker.relay.capture.pg.position import Catalog, LastTransaction, Position
+from txbroker.relay.capture.pg.position import Catalog, LastTransaction, SlotPosition
 from txbroker.relay.capture.pg.stream import DATA_AT, PgStream, System, Untranslatable
 from txbroker.relay.source import Delivery
 
@@ -105,10 +105,10 @@ class PostgresSource:
         self._held_max_s = held_max_s
         self._held_since_s = 0.0
         self._slot = pgfacts.name_of(mapping)
-        self._facts: pgfacts.Facts
+        self._facts: pgfacts.PgFacts
         self._catalog: Catalog | None = None
         self._system = System("", 0, 0)
-        self._reader: _Reader | None = None
+        self._reader: _StreamReader | None = None
         self._beat: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self._delivered = 0
@@ -137,13 +137,13 @@ class PostgresSource:
         self._failure = None
         self._altered = asyncio.get_running_loop().create_future()
         self._delivered, self._delivered_s = begin, time.monotonic()
-        reader = _Reader(stream, self._mapping, self.conversion, self._facts, begin, last)
+        reader = _StreamReader(stream, self._mapping, self.conversion, self._facts, begin, last)
         self._reader = reader
         reader.expected = last is not None and parse_lsn(last.end) > slot.confirmed
         self._unplaced = self._place(begin) != position
         self._beat = asyncio.create_task(self._beats(stream), name=f"capture {self._mapping.name}")
 
-    async def _free_slot(self) -> pgfacts.Slot:
+    async def _free_slot(self) -> pgfacts.ReplicationSlot:
         """Return the slot once no other process uses it.
 
         Raises:
@@ -172,7 +172,7 @@ class PostgresSource:
                 raise DatabaseUnavailable(f"{held}: another capture of this name has not ended")
             await asyncio.sleep(_POLL_S)
 
-    async def _read_facts(self) -> pgfacts.Facts:
+    async def _read_facts(self) -> pgfacts.PgFacts:
         """Return the facts of the catalogs.
 
         Raises:
@@ -186,7 +186,7 @@ class PostgresSource:
         return facts
 
     async def _begin(
-        self, stored: bytes | None, stream: PgStream, slot: pgfacts.Slot
+        self, stored: bytes | None, stream: PgStream, slot: pgfacts.ReplicationSlot
     ) -> tuple[int, LastTransaction | None]:
         """Return where Kafka's position is, an LSN, and the last transaction before it.
 
@@ -237,7 +237,7 @@ class PostgresSource:
             raise ConfigurationError(f"{self._database.name}: {gap}: {_FILL_IN}")
         log.warning("capture skips a gap", capture=self._mapping.name, gap=gap)
 
-    def _compare(self, facts: pgfacts.Facts) -> None:
+    def _compare(self, facts: pgfacts.PgFacts) -> None:
         """Compare the catalogs with those of the last check.
 
         Raises:
@@ -265,12 +265,12 @@ class PostgresSource:
         reader = self._running()
         while not reader.messages:
             if not reader.inside and self._position_is_due(reader):
-                return _Delivery(self._pieces, self._place(reader.end))
+                return _StreamDelivery(self._pieces, self._place(reader.end))
             if not await self._advance(reader):
                 await self._wait(reader)
-        return _Delivery(self._pieces)
+        return _StreamDelivery(self._pieces)
 
-    def _position_is_due(self, reader: _Reader) -> bool:
+    def _position_is_due(self, reader: _StreamReader) -> bool:
         if reader.expected:
             return False
         if self._unplaced:
@@ -279,7 +279,7 @@ class PostgresSource:
             return False
         return reader.stream.asked or time.monotonic() - self._delivered_s >= _IDLE_S
 
-    async def _pieces(self, delivery: _Delivery) -> AsyncIterator[Sequence[Message]]:
+    async def _pieces(self, delivery: _StreamDelivery) -> AsyncIterator[Sequence[Message]]:
         """Yield the messages that were read, with the rest of their transaction, joined with the
         transactions that have arrived by then."""
         reader = self._running()
@@ -299,8 +299,8 @@ class PostgresSource:
             yield reader.taken()
         delivery.position = self._place(reader.end)
 
-    async def _advance(self, reader: _Reader) -> bool:
-        """Return whether something had arrived, see `_Reader.advance`.
+    async def _advance(self, reader: _StreamReader) -> bool:
+        """Return whether something had arrived, see `_StreamReader.advance`.
 
         Raises:
             ConfigurationError, DatabaseUnavailable, PgoutputError
@@ -326,7 +326,7 @@ class PostgresSource:
             self._altered.set_result(None)
         return arrived
 
-    def _untranslatable(self, reader: _Reader, error: Untranslatable) -> TxbrokerError:
+    def _untranslatable(self, reader: _StreamReader, error: Untranslatable) -> TxbrokerError:
         """Return the error for a transaction that the server cannot send. Those before it are
         delivered first, each alone: it may be skipped only then."""
         name, place = self._database.name, reader.place
@@ -345,18 +345,18 @@ class PostgresSource:
         system, reader = self._system, self._reader
         assert reader is not None
         return pgposition.encode(
-            Position(
+            SlotPosition(
                 self._slot, system.id, system.timeline, lsn_text(lsn), reader.last, self._encoded
             )
         )
 
-    def _running(self) -> _Reader:
+    def _running(self) -> _StreamReader:
         if self._failure is not None:
             raise self._failure
         assert self._reader is not None, "resume() comes first"
         return self._reader
 
-    async def _wait(self, reader: _Reader) -> None:
+    async def _wait(self, reader: _StreamReader) -> None:
         await reader.stream.readable(_IDLE_S)
         self._running()
 
@@ -417,12 +417,12 @@ class PostgresSource:
                 return
 
 
-class _Delivery:
+class _StreamDelivery:
     """Transactions, read while they are taken; without messages if the position is known."""
 
     def __init__(
         self,
-        pieces: Callable[[_Delivery], AsyncIterator[Sequence[Message]]],
+        pieces: Callable[[_StreamDelivery], AsyncIterator[Sequence[Message]]],
         position: bytes = b"",
     ) -> None:
         self._pieces = pieces
@@ -435,7 +435,7 @@ class _Delivery:
                 yield piece
 
 
-class _Reader:
+class _StreamReader:
     """Turns the changes of one stream into messages.
 
     Args:
@@ -460,7 +460,7 @@ class _Reader:
         stream: PgStream,
         mapping: CaptureMapping,
         conversion: Conversion,
-        facts: pgfacts.Facts,
+        facts: pgfacts.PgFacts,
         begin: int,
         last: LastTransaction | None,
     ) -> None:
@@ -534,7 +534,7 @@ class _Reader:
             place = lsn_text(event.lsn)
             self._transaction = TransactionInfo(place, event.time_ms, source, event.time_ms)
             self._number = 0
-        elif isinstance(event, Commit):
+        elif isinstance(event, CommitMessage):
             self._commit(event)
             return True
         elif isinstance(event, TableDescribed):
@@ -548,7 +548,7 @@ class _Reader:
                 self._add(change)
         return False
 
-    def _commit(self, commit: Commit) -> None:
+    def _commit(self, commit: CommitMessage) -> None:
         self.inside = False
         found = LastTransaction(lsn_text(commit.end_lsn), self._xid, self._transaction.time_ms)
         if not self.expected:

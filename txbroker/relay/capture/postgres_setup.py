@@ -13,7 +13,7 @@ from txbroker.databases.steps import Query, run_async
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.changes import CaptureMapping
 from txbroker.relay.capture.pg import facts as pgfacts
-from txbroker.relay.capture.pg.facts import Facts
+from txbroker.relay.capture.pg.facts import PgFacts
 from txbroker.relay.capture.setup import Step, StepState, refusals
 
 _UNLIMITED = "-1"
@@ -54,7 +54,7 @@ async def remove(mapping: CaptureMapping, database: Postgres) -> list[Step]:
 async def _take(
     mapping: CaptureMapping,
     database: Postgres,
-    make: Callable[[CaptureMapping, Facts], Iterator[Step]],
+    make: Callable[[CaptureMapping, PgFacts], Iterator[Step]],
 ) -> list[Step]:
     with database.explained():
         session = await database.open_async()
@@ -101,7 +101,7 @@ async def _example(session: AsyncSession) -> str:
 # --- to apply --------------------------------------------------------------------------------
 
 
-def _steps(mapping: CaptureMapping, facts: Facts) -> Iterator[Step]:
+def _steps(mapping: CaptureMapping, facts: PgFacts) -> Iterator[Step]:
     server = facts.server
     problems = list(pgfacts.server_problems(server))
     if server.standby:
@@ -129,7 +129,7 @@ def _steps(mapping: CaptureMapping, facts: Facts) -> Iterator[Step]:
         )
 
 
-def _publication(mapping: CaptureMapping, facts: Facts) -> Step:
+def _publication(mapping: CaptureMapping, facts: PgFacts) -> Step:
     name, publication = pgfacts.name_of(mapping), facts.publication
     wanted = {(each.schema, each.table) for each in mapping.tables}
     tables = ", ".join(f"ONLY {_quote(*place)}" for place in sorted(wanted))
@@ -181,7 +181,7 @@ def _operations(mapping: CaptureMapping) -> frozenset[str]:
     return pgfacts.wanted_operations(mapping) or frozenset({"insert"})
 
 
-def _slot(mapping: CaptureMapping, facts: Facts) -> Step:
+def _slot(mapping: CaptureMapping, facts: PgFacts) -> Step:
     name, server = pgfacts.name_of(mapping), facts.server
     text = f"replication slot {name}"
     for problem in pgfacts.slot_problems(facts, mapping):
@@ -201,7 +201,7 @@ def _slot(mapping: CaptureMapping, facts: Facts) -> Step:
 # --- to remove -------------------------------------------------------------------------------
 
 
-def _removal(mapping: CaptureMapping, facts: Facts) -> Iterator[Step]:
+def _removal(mapping: CaptureMapping, facts: PgFacts) -> Iterator[Step]:
     name, slot, publication = pgfacts.name_of(mapping), facts.slot, facts.publication
     text = f"replication slot {name} is removed"
     if slot is None:

@@ -35,7 +35,7 @@ class Trigger(Struct, frozen=True):
     sql: str
 
 
-class Found(Struct, frozen=True):
+class SqliteFacts(Struct, frozen=True):
     """The findings of `_look`.
 
     Attributes:
@@ -105,7 +105,7 @@ def _execute(statements: Sequence[str]) -> Steps[None]:
     yield Query("COMMIT")
 
 
-def _look(mapping: TableMappings, name: str) -> Steps[Found]:
+def _look(mapping: TableMappings, name: str) -> Steps[SqliteFacts]:
     columns, unique = {}, {}
     for schema, table in mapping.writers:
         if schema != "main":
@@ -140,13 +140,13 @@ def _look(mapping: TableMappings, name: str) -> Steps[Found]:
             yield from check(SQLITE, name, outbox_tables())
         except ConfigurationError as error:
             problem = str(error)
-    return Found(columns, unique, {row[0]: row[1] for row in triggers.rows}, problem, missing)
+    return SqliteFacts(columns, unique, {row[0]: row[1] for row in triggers.rows}, problem, missing)
 
 
 # --- steps -----------------------------------------------------------------------------------
 
 
-def _steps(mapping: TableMappings, found: Found) -> list[Step]:
+def _steps(mapping: TableMappings, found: SqliteFacts) -> list[Step]:
     steps = []
     if found.outbox:
         steps.append(Step(StepState.REFUSED, found.outbox))
@@ -198,7 +198,7 @@ def _faults(writer: TableWriter, columns: Sequence[str]) -> Iterator[str]:
         yield "SQLite has no truncate: remove it from operations"
 
 
-def _gaps(writer: TableWriter, found: Found, place: tuple[str, str]) -> Iterator[Gap]:
+def _gaps(writer: TableWriter, found: SqliteFacts, place: tuple[str, str]) -> Iterator[Gap]:
     """Yield changes for which SQLite fires no trigger."""
     indexes = dict(found.unique[place])
     indexes["primary key"] = {name for name, number in found.columns[place] if number}

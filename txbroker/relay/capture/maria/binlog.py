@@ -46,7 +46,7 @@ from txbroker.relay.capture.changes import CapturedTable, Change, Operation, Tra
 from txbroker.relay.capture.maria.charsets import Charsets
 from txbroker.relay.capture.maria.rows import RowReader, Unreadable
 from txbroker.relay.capture.maria.statements import Statement, read_statement, statement_gap
-from txbroker.relay.capture.mariadb_setup import Facts
+from txbroker.relay.capture.mariadb_setup import MariaFacts
 from txbroker.relay.capture.setup import Gap
 
 HEARTBEAT_S = 1.0
@@ -116,7 +116,7 @@ class ChangesLost(ConfigurationError):
         )
 
 
-class Place(NamedTuple):
+class BinlogPlace(NamedTuple):
     """A place in the files of the log."""
 
     file: str
@@ -125,7 +125,7 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         return f"{self.file}:{self.offset}"
 
-    def bytes_to(self, end: Place, file_bytes: int) -> int:
+    def bytes_to(self, end: BinlogPlace, file_bytes: int) -> int:
         """Return the bytes up to another place, about.
 
         Args:
@@ -147,7 +147,14 @@ class Interrupted(DatabaseUnavailable):
     """
 
     def __init__(
-        self, name: str, cause: str, place: Place, *, crashed: bool, compared: bool, moved: bool
+        self,
+        name: str,
+        cause: str,
+        place: BinlogPlace,
+        *,
+        crashed: bool,
+        compared: bool,
+        moved: bool,
     ) -> None:
         self.problem = f"the transaction at {place} of the binary log was not read whole: {cause}"
         super().__init__(f"{name}: {self.problem}")
@@ -157,7 +164,7 @@ class Interrupted(DatabaseUnavailable):
         self.moved = moved
 
 
-class Position(Struct, frozen=True, omit_defaults=True):
+class BinlogPosition(Struct, frozen=True, omit_defaults=True):
     """Where a capture goes on, as JSON in Kafka.
 
     A log that was reset begins with low GTIDs again, which a server later has once more. So the
@@ -185,7 +192,7 @@ class Committed(Struct, frozen=True, gc=False):
     """The end of a transaction, and the position after it."""
 
     position: bytes
-    place: Place
+    place: BinlogPlace
 
 
 class Alive(Struct, frozen=True, gc=False):
@@ -199,7 +206,7 @@ class TablesChanged(Struct, frozen=True, gc=False):
 Event: TypeAlias = "TransactionInfo | Change | Gap | TablesChanged | Committed | Alive"
 
 
-encode, _decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(Position).decode
+encode, _decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(BinlogPosition).decode
 
 
 def gtids(text: str) -> dict[int, str]:
@@ -228,8 +235,8 @@ class Binlog:
         self,
         database: MariaDB,
         tables: Sequence[CapturedTable],
-        facts: Facts,
-        position: Position,
+        facts: MariaFacts,
+        position: BinlogPosition,
         skips: Callable[[str], bool],
     ) -> None:
         self._name = database.name
@@ -243,7 +250,7 @@ class Binlog:
         self._passing = False
         """The transaction is that one, and only compared."""
         self._skips, self._skipped = skips, False
-        self._open: Place | None = None
+        self._open: BinlogPlace | None = None
         """After the GTID of the transaction that was not read to its end."""
         self._found = self._moved = False
         """The last transaction of the position was found, and another one was read."""
@@ -381,9 +388,9 @@ class Binlog:
             raise self._interruption("the server has ended the binary log")
         return event
 
-    def _place(self) -> Place:
+    def _place(self) -> BinlogPlace:
         """Return the place after the last event that was read."""
-        return Place(self._stream.log_file or "", self._stream.log_pos or 0)
+        return BinlogPlace(self._stream.log_file or "", self._stream.log_pos or 0)
 
     def _interruption(self, cause: str, *, crashed: bool = False) -> DatabaseUnavailable:
         if self._open is None:
@@ -456,7 +463,7 @@ class Binlog:
             (self._first_s or begun.timestamp) * 1000,
         )
 
-    def _compare(self, info: TransactionInfo, position: Position) -> None:
+    def _compare(self, info: TransactionInfo, position: BinlogPosition) -> None:
         """Check that a transaction is the last one of the position. A replica has an earlier time
         for it, another history a later one."""
         names, rows = position.rows.partition("-")[0], self._digest()
@@ -484,7 +491,7 @@ class Binlog:
         self._position[int(info.id.split("-")[0])] = info.id
         after = ",".join(self._position.values())
         time_s, digest = info.time_ms // 1000, self._digest()
-        position = Position(after, before, info.id, time_s, self._first_s, digest)
+        position = BinlogPosition(after, before, info.id, time_s, self._first_s, digest)
         yield Committed(encode(position), self._place())
 
     def _check_order(self, gtid: str) -> None:
@@ -630,7 +637,7 @@ def unknown_position(name: str, position: str) -> ConfigurationError:
     )
 
 
-def read_position(name: str, stored: bytes) -> Position:
+def read_position(name: str, stored: bytes) -> BinlogPosition:
     """Return a position of Kafka.
 
     Raises:

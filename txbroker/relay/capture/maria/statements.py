@@ -97,7 +97,7 @@ def read_statement(
         schema: the database that it was executed in.
         mode: `sql_mode` of its session.
     """
-    return _Reading(text, schema, tables, mode).result()
+    return _StatementReading(text, schema, tables, mode).result()
 
 
 def definition_gaps(table: CapturedTable, text: str) -> list[Gap]:
@@ -155,7 +155,7 @@ def _actions(definition: str) -> Iterator[Operation]:
         yield "delete" if (event, action) == ("DELETE", "CASCADE") else "update"
 
 
-class _Reading:
+class _StatementReading:
     """Reads one statement."""
 
     def __init__(self, text: str, schema: str, tables: Sequence[CapturedTable], mode: int) -> None:

@@ -12,7 +12,7 @@ from msgspec import Struct
 from txbroker.databases.steps import Query, Steps
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.changes import CapturedTable, CaptureMapping
-from txbroker.relay.capture.pg.pgoutput import Identity, parse_lsn
+from txbroker.relay.capture.pg.pgoutput import ReplicaIdentity, parse_lsn
 from txbroker.relay.capture.setup import Gap
 
 PLUGIN = "pgoutput"
@@ -102,7 +102,7 @@ ORDER BY m.oid <> c.oid, m.oid
 """
 
 
-class Slot(Struct, frozen=True):
+class ReplicationSlot(Struct, frozen=True):
     """A replication slot.
 
     Attributes:
@@ -153,7 +153,7 @@ class Published(Struct, frozen=True):
     partly: bool
 
 
-class Member(Struct, frozen=True):
+class TableMember(Struct, frozen=True):
     """A table or one of its partitions.
 
     Attributes:
@@ -162,7 +162,7 @@ class Member(Struct, frozen=True):
         created: it certainly became a partition when it was created.
         attached: it may have become one with rows in it.
         placed: the transaction that made it one, 0 if it is none.
-        full, identity: see `Identity`.
+        full, identity: see `ReplicaIdentity`.
     """
 
     oid: int
@@ -177,7 +177,7 @@ class Member(Struct, frozen=True):
     identity: frozenset[str]
 
 
-class Table(Struct, frozen=True):
+class PgTable(Struct, frozen=True):
     """A table that a mapping names.
 
     Attributes:
@@ -201,16 +201,18 @@ class Table(Struct, frozen=True):
     generated: tuple[str, ...]
     virtual: tuple[str, ...]
     primary: tuple[str, ...]
-    members: tuple[Member, ...]
+    members: tuple[TableMember, ...]
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> ReplicaIdentity:
         """What changes have of the old row, in whichever partition it is."""
-        found = [Identity(each.full, each.identity) for each in (self.members[0], *self.parts)]
-        return reduce(Identity.of_partition, found[1:], found[0])
+        found = [
+            ReplicaIdentity(each.full, each.identity) for each in (self.members[0], *self.parts)
+        ]
+        return reduce(ReplicaIdentity.of_partition, found[1:], found[0])
 
     @property
-    def parts(self) -> Sequence[Member]:
+    def parts(self) -> Sequence[TableMember]:
         """The partitions that hold rows."""
         return [each for each in self.members[1:] if each.kind != "p"]
 
@@ -240,13 +242,13 @@ class Server(Struct, frozen=True):
     snapshot: str
 
 
-class Facts(Struct, frozen=True):
+class PgFacts(Struct, frozen=True):
     """The content of the catalogs at one moment."""
 
     server: Server
-    slot: Slot | None
+    slot: ReplicationSlot | None
     publication: Publication | None
-    tables: dict[tuple[str, str], Table]
+    tables: dict[tuple[str, str], PgTable]
 
 
 def shows(snapshot: str, xid: int) -> bool:
@@ -276,7 +278,7 @@ def name_of(mapping: CaptureMapping) -> str:
     return "txbroker_" + mapping.name.replace("-", "_")
 
 
-def read(mapping: CaptureMapping) -> Steps[Facts]:
+def read(mapping: CaptureMapping) -> Steps[PgFacts]:
     """Read the facts, as steps."""
     name = name_of(mapping)
     (server,) = (yield Query(_SERVER)).rows
@@ -294,7 +296,7 @@ def read(mapping: CaptureMapping) -> Steps[Facts]:
         if all_tables:
             of_it = dict.fromkeys(found, Published(0, partly=False))
         publication = Publication(sent, oid, altered, via_root, generated, all_tables, owned, of_it)
-    return Facts(
+    return PgFacts(
         Server(*server),
         slot=_slot(slots[0]) if slots else None,
         publication=publication,
@@ -302,9 +304,9 @@ def read(mapping: CaptureMapping) -> Steps[Facts]:
     )
 
 
-def _slot(row: Any) -> Slot:
+def _slot(row: Any) -> ReplicationSlot:
     plugin, database, temporary, active_pid, wal_status, confirmed = row
-    return Slot(
+    return ReplicationSlot(
         plugin or "physical",
         database or "",
         temporary,
@@ -314,23 +316,27 @@ def _slot(row: Any) -> Slot:
     )
 
 
-def _tables(rows: Any) -> dict[tuple[str, str], Table]:
-    found: dict[tuple[str, str], Table] = {}
+def _tables(rows: Any) -> dict[tuple[str, str], PgTable]:
+    found: dict[tuple[str, str], PgTable] = {}
     for row in rows:
         schema, name, *of_table = row[:13]
         earlier = found.get((schema, name))
         members = (*(earlier.members if earlier else ()), _member(row))
         given = [tuple(each) if isinstance(each, list) else each for each in of_table]
-        fields: dict[str, Any] = dict(zip(Table.__struct_fields__, (*given, members), strict=True))
-        found[schema, name] = Table(**fields)
+        fields: dict[str, Any] = dict(
+            zip(PgTable.__struct_fields__, (*given, members), strict=True)
+        )
+        found[schema, name] = PgTable(**fields)
     return found
 
 
-def _member(row: Any) -> Member:
+def _member(row: Any) -> TableMember:
     oid, name, kind, persistence, storage, identity, key, created, attached, placed = row[13:]
     full = identity == "f"
     columns = frozenset(row[9] if full else key)
-    return Member(oid, name, kind, persistence, storage, created, attached, placed, full, columns)
+    return TableMember(
+        oid, name, kind, persistence, storage, created, attached, placed, full, columns
+    )
 
 
 def wanted_operations(mapping: CaptureMapping) -> frozenset[str]:
@@ -364,7 +370,7 @@ def server_problems(server: Server) -> Iterator[str]:
         )
 
 
-def table_problems(wanted: CapturedTable, facts: Facts, mapping: CaptureMapping) -> Iterator[str]:
+def table_problems(wanted: CapturedTable, facts: PgFacts, mapping: CaptureMapping) -> Iterator[str]:
     """Yield why a table cannot be captured."""
     name = f"table {wanted.schema}.{wanted.table}"
     table = facts.tables.get((wanted.schema, wanted.table))
@@ -415,7 +421,7 @@ def full_identity(table: CapturedTable) -> str:
     return f'ALTER TABLE "{table.schema}"."{table.table}" REPLICA IDENTITY FULL'
 
 
-def identity_problem(wanted: CapturedTable, identity: Identity) -> str:
+def identity_problem(wanted: CapturedTable, identity: ReplicaIdentity) -> str:
     """Return what updates and deletes lack; "" if they have all."""
     name, full = f"table {wanted.schema}.{wanted.table}", full_identity(wanted)
     if not wanted.operations & {"update", "delete"}:
@@ -439,7 +445,7 @@ def identity_problem(wanted: CapturedTable, identity: Identity) -> str:
     return ""
 
 
-def gaps(wanted: CapturedTable, facts: Facts, mapping: CaptureMapping) -> Iterator[Gap]:
+def gaps(wanted: CapturedTable, facts: PgFacts, mapping: CaptureMapping) -> Iterator[Gap]:
     """Yield changes of a table that the WAL does not show."""
     table = facts.tables.get((wanted.schema, wanted.table))
     if table is None:
@@ -462,13 +468,13 @@ def gaps(wanted: CapturedTable, facts: Facts, mapping: CaptureMapping) -> Iterat
         )
 
 
-def gaps_of_all(facts: Facts, mapping: CaptureMapping) -> Iterator[Gap]:
+def gaps_of_all(facts: PgFacts, mapping: CaptureMapping) -> Iterator[Gap]:
     """Yield changes of all tables that the WAL does not show."""
     for each in mapping.tables:
         yield from gaps(each, facts, mapping)
 
 
-def publication_problems(facts: Facts, mapping: CaptureMapping) -> Iterator[str]:
+def publication_problems(facts: PgFacts, mapping: CaptureMapping) -> Iterator[str]:
     """Yield what the publication does not send."""
     publication, name = facts.publication, name_of(mapping)
     if publication is None:
@@ -490,7 +496,7 @@ def publication_problems(facts: Facts, mapping: CaptureMapping) -> Iterator[str]
         yield f"publication {name} does not send changes of partitions as ones of their table"
 
 
-def slot_problems(facts: Facts, mapping: CaptureMapping) -> Iterator[str]:
+def slot_problems(facts: PgFacts, mapping: CaptureMapping) -> Iterator[str]:
     """Yield why the slot cannot be used; nothing if it is missing."""
     slot, name = facts.slot, name_of(mapping)
     if slot is None:
@@ -510,7 +516,7 @@ def slot_problems(facts: Facts, mapping: CaptureMapping) -> Iterator[str]:
         )
 
 
-def running_problem(facts: Facts, mapping: CaptureMapping) -> str:
+def running_problem(facts: PgFacts, mapping: CaptureMapping) -> str:
     """Return the first reason why a capture cannot run, with the next step; "" if it can."""
     apply = "run `txbroker capture apply`"
     for problem in server_problems(facts.server):

@@ -79,10 +79,10 @@ class TableDescribed(Struct, frozen=True, gc=False):
 
     schema: str
     table: str
-    identity: Identity
+    identity: ReplicaIdentity
 
 
-class Commit(Struct, frozen=True, gc=False):
+class CommitMessage(Struct, frozen=True, gc=False):
     """The transaction is complete.
 
     Attributes:
@@ -92,7 +92,7 @@ class Commit(Struct, frozen=True, gc=False):
     end_lsn: int
 
 
-class Identity(NamedTuple):
+class ReplicaIdentity(NamedTuple):
     """The replica identity of a table: which columns of the old row its changes have.
 
     Attributes:
@@ -105,9 +105,9 @@ class Identity(NamedTuple):
     columns: frozenset[str]
     mixed: bool = False
 
-    def of_partition(self, partition: Identity) -> Identity:
+    def of_partition(self, partition: ReplicaIdentity) -> ReplicaIdentity:
         """Return what changes of the table have, if they may be of this partition, too."""
-        return Identity(
+        return ReplicaIdentity(
             self.full and partition.full,
             self.columns & partition.columns,
             self.mixed or (self.full and not partition.full),
@@ -129,7 +129,9 @@ class LogicalMessage(Struct, frozen=True, gc=False):
     content: bytes
 
 
-Event: TypeAlias = Begin | Commit | TableDescribed | LogicalMessage | Change | tuple[Change, ...]
+Event: TypeAlias = (
+    Begin | CommitMessage | TableDescribed | LogicalMessage | Change | tuple[Change, ...]
+)
 """A tuple is a TRUNCATE of these tables."""
 
 
@@ -353,7 +355,7 @@ class Decoder:
         place = self._oids.get(oid, (schema or "pg_catalog", table))
         wanted = place in self._tables
         self.relations[oid] = Relation(*place, columns, key, wanted)
-        found = Identity(full, frozenset(key))
+        found = ReplicaIdentity(full, frozenset(key))
         parent, self._parent = self._parent, None
         if wanted:
             described = TableDescribed(*place, found)
@@ -369,10 +371,10 @@ class Decoder:
         lsn, time_us, xid = _BEGIN.unpack_from(data, at)
         return Begin(lsn, _EPOCH_MS + time_us // 1000, xid)
 
-    def _commit(self, data: bytes, at: int) -> Commit:
+    def _commit(self, data: bytes, at: int) -> CommitMessage:
         _expect(at + _COMMIT.size == len(data), "its end")
         _flags, _lsn, end_lsn, _time_us = _COMMIT.unpack_from(data, at)
-        return Commit(end_lsn)
+        return CommitMessage(end_lsn)
 
     def _message(self, data: bytes, at: int) -> LogicalMessage:
         flags, lsn = _MESSAGE.unpack_from(data, at)

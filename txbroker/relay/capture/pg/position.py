@@ -15,9 +15,9 @@ from msgspec import Raw, Struct, structs
 
 from txbroker.relay.capture.changes import CapturedTable, CaptureMapping
 from txbroker.relay.capture.pg.facts import (
-    Facts,
-    Member,
-    Table,
+    PgFacts,
+    PgTable,
+    TableMember,
     name_of,
     shows,
     wanted_operations,
@@ -37,7 +37,7 @@ class LastTransaction(Struct, frozen=True):
     time_ms: int
 
 
-class Position(Struct, frozen=True):
+class SlotPosition(Struct, frozen=True):
     """Where a capture goes on.
 
     Attributes:
@@ -98,11 +98,11 @@ class Catalog(Struct, frozen=True):
 
 
 encode = msgspec.json.Encoder().encode
-decode = msgspec.json.Decoder(Position).decode
+decode = msgspec.json.Decoder(SlotPosition).decode
 decode_catalog = msgspec.json.Decoder(Catalog | None).decode
 
 
-def catalog_of(facts: Facts, mapping: CaptureMapping, before: Catalog | None = None) -> Catalog:
+def catalog_of(facts: PgFacts, mapping: CaptureMapping, before: Catalog | None = None) -> Catalog:
     """Return the catalogs of a capture without problems.
 
     Args:
@@ -153,18 +153,18 @@ def with_partitions(catalog: Catalog, shown: Mapping[int, tuple[str, int]]) -> C
     return structs.replace(catalog, tables=tables)
 
 
-def _is_to_come(shown: int, facts: Facts) -> bool:
+def _is_to_come(shown: int, facts: PgFacts) -> bool:
     """Return whether the stream has shown a partition that the catalogs cannot show yet."""
     return shown < 0 and not shows(facts.server.snapshot, -shown)
 
 
-def _storage(member: Member, earlier: Mapping[int, int]) -> int:
+def _storage(member: TableMember, earlier: Mapping[int, int]) -> int:
     """Return the storage of a member, 0 of an attached one that is empty since it is known."""
     empty = not (member.created or member.attached or earlier.get(member.oid, 0))
     return 0 if empty else member.storage
 
 
-def unseen(before: Catalog | None, facts: Facts, mapping: CaptureMapping) -> Iterator[str | Gap]:
+def unseen(before: Catalog | None, facts: PgFacts, mapping: CaptureMapping) -> Iterator[str | Gap]:
     """Yield which changes the WAL may lack since an earlier state of the catalogs, as sentences
     without an end or as gaps that the mapping may accept."""
     if before is None:
@@ -182,7 +182,7 @@ def unseen(before: Catalog | None, facts: Facts, mapping: CaptureMapping) -> Ite
 
 
 def _unseen_of_table(
-    wanted: CapturedTable, before: CatalogTable, now: CatalogTable, table: Table
+    wanted: CapturedTable, before: CatalogTable, now: CatalogTable, table: PgTable
 ) -> Iterator[str | Gap]:
     name = f"{wanted.schema}.{wanted.table}"
     if now.oid != before.oid:
@@ -231,7 +231,7 @@ def _unseen_of_table(
         )
 
 
-def _had_rows(member: Member, before: CatalogTable) -> bool:
+def _had_rows(member: TableMember, before: CatalogTable) -> bool:
     """Return whether a partition that no check knew may have been attached with rows, or may have
     had some before that the stream has shown."""
     known = before.members.get(member.oid)
