@@ -21,8 +21,12 @@ from txbroker.consumer import (
 )
 from txbroker.consumer.rounds import StoreTraits
 from txbroker.core.consuming.copies import CLEARED_HEADER
-from txbroker.core.consuming.position import Later as LaterStages
-from txbroker.core.consuming.position import Metadata, StoredOffset, encode_metadata
+from txbroker.core.consuming.position import (
+    LaterPosition,
+    Metadata,
+    StoredOffset,
+    encode_metadata,
+)
 from txbroker.errors import ConfigurationError
 from txbroker.testing.consuming import MemoryMember
 from txbroker.testing.topics import LostReply
@@ -411,7 +415,7 @@ async def test_outputs_of_a_cancelled_call_are_dropped(prices: Prices) -> None:
     prices.kafka.add_partitions("orders", 2)
     prices.produce("1")
     prices.produce("2", partition=1)
-    metadata = Metadata(1, later=LaterStages(0))
+    metadata = Metadata(1, later=LaterPosition(0))
     prices.group.offsets["orders", 1] = StoredOffset(1, encode_metadata(1, metadata)[0])
     waits = asyncio.Event()
 
