@@ -32,7 +32,6 @@ from txbroker.core.decoding import decode_checkpoint
 from txbroker.core.encoding import encode_half, encode_marker, encode_progress
 from txbroker.core.records import (
     RECORD_VERSION,
-    Checkpoint,
     Claim,
     Decision,
     MarkerKind,
@@ -241,7 +240,8 @@ async def test_log_ending_before_last_read_record_is_refused(harness: Harness, t
     await until(lambda: harness.visible() == ids)
     await owner.close()
     # As of a promotion without room for the second transaction, though it was read.
-    _commit_progress(harness, structs.replace(harness.progress(), op=1, half=1))
+    progress = encode_progress(structs.replace(harness.progress(), op=1, half=1))
+    harness.kafka.transact("txbroker.checkpoint", 0, [progress], transactional_id="txbroker.half-0")
     harness.kafka.truncate(f"txbroker.{topic}", end=1)
     await harness.truncated("it ends at")
 
@@ -527,10 +527,6 @@ async def through(broker: Broker, harness: Harness, partition: int) -> None:
     """Commit a transaction of a partition, and see it promoted."""
     id = await _prepare(broker, harness, partition)
     await execute(broker, DecideRequest(id, Decision.COMMIT, wait=True))
-
-
-def _commit_progress(harness: Harness, progress: Checkpoint) -> None:
-    harness.kafka.transact("txbroker.checkpoint", 0, [encode_progress(progress)])
 
 
 # --- trouble with the group ----------------------------------------------------------------------
