@@ -70,12 +70,24 @@ BAD: dict[str, tuple[Request, str, str]] = {
     "no message": (prepare(messages=()), "bad_request", "messages is empty: send"),
     "no topic": (prepare(messages=message(topic="")), "bad_request", "a message has no topic"),
     "partition": (prepare(messages=message(partition=-1)), "bad_request", "partition must be"),
-    "timestamp": (prepare(messages=message(timestamp_ms=-1)), "bad_request", "timestamp_ms must"),
-    "too late": (prepare(check_after_s=1e300), "bad_request", "check_after_s must be from 0 to"),
+    "timestamp": (
+        prepare(messages=message(timestamp_ms=-1)),
+        "bad_request",
+        "timestamp_ms must be from 0 to 9200000000000000",
+    ),
+    "too late": (
+        prepare(check_after_s=1e300),
+        "bad_request",
+        "check_after_s must be from 0 to 31622400 seconds",
+    ),
     "too early": (prepare(check_interval_s=-1.0), "bad_request", "check_interval_s must be from"),
     "attempts": (prepare(check_attempts_max=16), "bad_request", "check_attempts_max must be from"),
     "no attempt": (prepare(check_attempts_max=0), "bad_request", "check_attempts_max must be from"),
-    "timeout": (prepare(check_timeout_s=61.0), "bad_request", "check_timeout_s must be from 0.1 "),
+    "timeout": (
+        prepare(check_timeout_s=61.0),
+        "bad_request",
+        "check_timeout_s must be from 0.1 to 60 seconds",
+    ),
     "order key": (prepare(order_key=""), "bad_request", "order_key must have 1 to 1000 char"),
     "dedup key": (prepare(dedup_key="x" * 1001), "bad_request", "dedup_key must have 1 to 1000"),
     "large message": (

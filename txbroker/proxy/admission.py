@@ -444,7 +444,7 @@ def _check_range(name: str, value: float, least: float, most: float, place: str 
     if not least <= value <= most:
         unit = " seconds" if name.endswith("_s") else ""
         raise BadRequest(
-            f"{name} must be from {least:.13g} to {most:.13g}{unit}", path=place + name
+            f"{name} must be from {least:.16g} to {most:.16g}{unit}", path=place + name
         )
 
 
