@@ -9,14 +9,13 @@ import pytest
 
 from tests.kit.consumer_world import World
 from txbroker.consumer import claims, consumer, rounds
-from txbroker.consumer.engine import settlement
 
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consumer, "_REFRESH_S", 0.05)
     monkeypatch.setattr(claims, "_PAUSE_S", 0.05)
-    monkeypatch.setattr(settlement, "REFUSED_PAUSE_S", 0.2)
+    monkeypatch.setattr(rounds, "REFUSED_PAUSE_S", 0.2)
     monkeypatch.setattr(rounds, "_PAUSE_MAX_S", 0.2)
     monkeypatch.setattr(rounds, "_REFUSED_PAUSES_S", (0.05, 0.2))
 

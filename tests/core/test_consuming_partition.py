@@ -116,11 +116,11 @@ class Model(RuleBasedStateMachine):
         self.due[message] = self.now + 1 if event == "retry" else 0.0
 
     @precondition(lambda self: self.in_state(SENT, COPYING))
-    @rule(data=st.data(), stored=st.booleans())
-    def end_commit(self, data: st.DataObject, stored: bool) -> None:
-        message = data.draw(st.sampled_from(self.in_state(SENT, COPYING)))
-        event = MessageEvent.STORED if stored else MessageEvent.REFUSED
-        self.apply(event, message, DONE if stored else READY)
+    @rule(data=st.data())
+    def end_commit(self, data: st.DataObject) -> None:
+        self.apply(
+            MessageEvent.STORED, data.draw(st.sampled_from(self.in_state(SENT, COPYING))), DONE
+        )
 
     @precondition(lambda self: self.state)
     @rule(data=st.data(), event=st.sampled_from(list(MessageEvent)))

@@ -360,24 +360,6 @@ def test_batch_comes_from_one_partition(order: Order, holders: int) -> None:
             world.settle_all(batch)
 
 
-@pytest.mark.parametrize("order", [Order.KEY, Order.PARTITION, Order.NONE])
-def test_settled_messages_are_taken_back_before_later_ones(order: Order) -> None:
-    world = World(order)
-    first, second, third = world.add(0, b"a", b"a", b"a")
-    for item in (first, second):
-        assert world.take() is item
-        world.settle(item)
-    for item in (second, first):
-        world.left[item.name].insert(0, item)
-        world.queues.take_back(world.partitions[0], item)
-    found = []
-    while (given := world.take()) is not None:
-        found.append(given)
-        world.settle(given)
-    assert len(found) == 3
-    assert order is Order.NONE or found == [first, second, third]
-
-
 @pytest.mark.parametrize("order", Order)
 def test_removed_partition_gives_nothing(order: Order) -> None:
     world = World(order, 2)

@@ -145,6 +145,8 @@ class PartitionReader:
         self.claimed.set()
         self._releasing: set[Partition] = set()
         self._losses = 0
+        self._begun: set[Partition] = set()
+        """Partitions whose claim was stored and has not ended."""
         self._started = False
         """It has claimed what it was assigned at first: a later refusal is no mistake of its
         configuration, but a change that an operator may take back."""
@@ -194,6 +196,7 @@ class PartitionReader:
         self._engine.settlement.counts["fenced"] += len(lost)
         self._target = frozenset()
         self._losses += 1
+        self._begun.clear()
         for partition in lost:
             self._drop(partition)
         self._background.start(self._revoked(lost))
@@ -288,12 +291,14 @@ class PartitionReader:
             # move them back.
             return
         for partition in partitions if not self._options.before else ():
-            partition.begin_start(self._options.commit.max_batch)
+            again = partition.place in self._begun
+            partition.begin_start(self._options.commit.max_batch, again=again)
         if await self._store.commit(
             {partition.place: partition.stored() for partition in partitions}
         ):
             raise Fenced("another consumer has taken partitions over meanwhile")
         self._rounds.outage.try_again()
+        self._begun.update(places)
         failpoint("consumer.claimed")
         try:
             if self._asides is not None:
@@ -306,6 +311,7 @@ class PartitionReader:
         except BaseException:
             self._close_asides(partitions)
             raise
+        self._begun.difference_update(places)
         for partition in partitions:
             self._partitions[partition.place] = partition
             self._engine.partitions.add(partition, self._rounds, self._fetcher)

@@ -27,7 +27,7 @@ class Pending(Struct, eq=False):
         message: None: the copies are of no message.
         owner: takes the result; None: it does not matter.
         first: the message is not done then, but its first stage.
-        replaced: its copies are in place of others, which were refused.
+        refused: the copies in whose place its copies are; none: it has its own.
         size: of the copies, bytes, approximately; set by `PendingCopies.add`.
     """
 
@@ -36,7 +36,7 @@ class Pending(Struct, eq=False):
     copies: Sequence[Copy]
     owner: Storing | None = None
     first: bool = False
-    replaced: bool = False
+    refused: Sequence[Copy] = ()
     size: int = 0
 
 
@@ -48,7 +48,7 @@ class Storing(Protocol):
 
     def refused(self, pending: Pending, error: Refused) -> Sequence[Copy] | None:
         """Those that `error` names cannot be stored. Return the copies to store in place of all;
-        nothing: the message fails. None: the message is handled again, later."""
+        nothing: the message fails. None: they are tried again later."""
 
     def dropped(self, pending: Pending) -> None:
         """The partition is lost: whether they are stored is not known."""
@@ -93,6 +93,7 @@ class _Waiting:
         self.queue: deque[Pending] = deque()
         self.count = 0
         self.bytes = 0
+        self.resting = False
 
 
 class PendingCopies:
@@ -105,13 +106,26 @@ class PendingCopies:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._waiting: dict[PartitionState, _Waiting] = {}
-        self.count = 0
-        """The number of all copies."""
+
+    @property
+    def count(self) -> int:
+        """The number of copies that do not rest."""
+        return sum([each.count for each in self._waiting.values() if not each.resting])
 
     @property
     def partitions(self) -> Collection[PartitionState]:
-        """The partitions that have some."""
-        return self._waiting.keys()
+        """The partitions that have some that do not rest."""
+        return [each for each, waiting in self._waiting.items() if not waiting.resting]
+
+    def rest(self, partition: PartitionState, *, resting: bool) -> None:
+        """Leave the copies of a partition out of `take`, or no longer: then all are tried again,
+        also those that were replaced."""
+        if (waiting := self._waiting.get(partition)) is not None:
+            waiting.resting = resting
+            for each in waiting.queue:
+                if each.refused:
+                    self.replace(each, each.refused)
+                    each.refused = ()
 
     @property
     def messages(self) -> set[tuple[str, int, int]]:
@@ -138,7 +152,7 @@ class PendingCopies:
         turns. They stay here until `remove`."""
         count, size = 0, 0
         found: dict[PartitionState, list[Pending]] = {}
-        for partition in [each for each in self._waiting if each in partitions]:
+        for partition in [each for each in self.partitions if each in partitions]:
             mine: list[Pending] = []
             for each in self._waiting[partition].queue:
                 count += len(each.copies)
@@ -178,7 +192,8 @@ class PendingCopies:
         more, size = len(copies) - len(pending.copies), sum(size_of(each.record) for each in copies)
         waiting = self._waiting[pending.partition]
         self._count(pending.partition, waiting, more, size - pending.size)
-        pending.copies, pending.size, pending.replaced = copies, size, True
+        pending.refused = pending.refused or pending.copies
+        pending.copies, pending.size = copies, size
 
     def drop(self, partition: PartitionState) -> list[Pending]:
         """Remove all of a partition; return them."""
@@ -189,7 +204,6 @@ class PendingCopies:
         return list(waiting.queue)
 
     def _count(self, partition: PartitionState, waiting: _Waiting, copies: int, size: int) -> None:
-        self.count += copies
         waiting.count += copies
         waiting.bytes += size
         full = waiting.count >= _WAITING_MAX or waiting.bytes > self._memory.share

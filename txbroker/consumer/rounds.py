@@ -7,9 +7,9 @@ import contextlib
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Protocol
-from weakref import WeakSet
 
 import structlog
 from msgspec import Struct
@@ -20,6 +20,7 @@ from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.pending import Pending, PendingCopies
 from txbroker.core.consuming.partition import PartitionState
 from txbroker.core.consuming.position import METADATA_LENGTH_MAX, StoredOffset
+from txbroker.core.consuming.queues import StopReason
 from txbroker.core.records import Partition
 from txbroker.door.writing import Copy, Fenced, Refused
 from txbroker.error_text import safe_repr
@@ -36,6 +37,8 @@ the broker and this process a fifth of their time."""
 _ROUND_MAX_S = 60.0
 """The longest round: each of its requests may be repeated for some time."""
 _FLUSH_MIN_S, _FLUSH_PAUSE_S = 1.0, 0.1
+REFUSED_PAUSE_S = 5.0
+"""Before refused copies are tried again."""
 _REFUSED_PAUSES_S = (1.0, 60.0)
 """Pauses where Kafka answers and refuses, as without a right: the first and the longest."""
 _UNHANDLED_MAX = 2
@@ -169,7 +172,6 @@ class Rounds:
         self._task: asyncio.Task[None] | None = None
         commits = engine.partitions.commits
         self.outage = Outage(lambda: [each for each, by in commits.items() if by is self])
-        self._pauses: WeakSet[asyncio.TimerHandle] = WeakSet()
 
     def start(self) -> None:
         """Begin to store positions."""
@@ -177,8 +179,6 @@ class Rounds:
 
     async def close(self) -> None:
         """End without a last round; call `flush` before."""
-        for pause in list(self._pauses):
-            pause.cancel()
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -398,7 +398,7 @@ class Rounds:
             if self._engine.before
             else {}
         )
-        pending = self.copies.take(partitions)
+        pending = self.copies.take(set(partitions))
         round_ = _Round({}, pending, admitted)
         distinct = bool(pending) and not self._traits.repeatable
         waits = False
@@ -449,42 +449,41 @@ class Rounds:
                 self.changed(partition, 0)
 
     def _refuse(self, pendings: Sequence[Pending], error: Refused) -> None:
-        """Store something else in place of refused copies, or give back the messages of their
-        partitions.
+        """Store something else in place of refused copies, or all copies of their partitions later.
 
         Args:
             pendings: of the round, in the order of its copies.
         """
-        refused, gone, end = set(error.indexes), set[PartitionState](), 0
+        refused, end = set(error.indexes), 0
+        waiting: Counter[PartitionState] = Counter()
         for each in pendings:
             partition, begin, end = each.partition, end, end + len(each.copies)
             mine = [index - begin for index in range(begin, end) if index in refused]
-            if not mine or partition in gone or partition not in self._engine.partitions:
+            if not mine or partition not in self._engine.partitions:
                 continue
             others: Sequence[Copy] | None = None
             if each.owner is not None:
                 others = each.owner.refused(each, Refused(mine, error.cause))
             if others is None:
-                self._give_back(partition, str(error))
-                gone.add(partition)
+                waiting[partition] += 1
             elif others:
                 self.copies.replace(each, others)
             else:
                 self.copies.remove(partition, [each])
+        for partition, count in waiting.items():
+            log.error("copy refused", partition=partition.place, messages=count, why=str(error))
+            self._engine.settlement.counts["copy_refused"] += count
+            partition.stop(StopReason.REFUSED)
+            self.copies.rest(partition, resting=True)
+            self._loop.call_later(REFUSED_PAUSE_S, self._end_rest, partition)
 
-    def _give_back(self, partition: PartitionState, why: str) -> None:
-        """Let the messages of a partition be handled again later, and store copies of no message
-        later."""
-        messages = []
-        for each in self.copies.drop(partition):
-            if each.message is None:
-                self._pauses.add(self._loop.call_later(_PAUSE_MAX_S, self.store, each))
-            elif each.first:
-                assert each.owner is not None
-                each.owner.dropped(each)
-            else:
-                messages.append(each.message)
-        self._engine.settlement.refused(partition, messages, why)
+    def _end_rest(self, partition: PartitionState) -> None:
+        if partition in self._engine.partitions:
+            self.copies.rest(partition, resting=False)
+            self.changed(partition, 0)
+            self._due.now.set()
+            partition.go_on(StopReason.REFUSED)
+            self._engine.waiting.wake()
 
     def _finish(self, round_: _Round) -> None:
         partitions = self._engine.partitions

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.door.writing import Copy
@@ -26,6 +28,17 @@ class HandlerCall:
     untimed = False
     reports: dict[ReceivedMessage, BaseException | None] | None = None
     outputs: Sequence[Copy] = ()
+
+    @contextlib.contextmanager
+    def pause_timeout(self) -> Iterator[None]:
+        """Apply the timeout of handlers to the handler alone: a message has not failed because it
+        waits for a connection, or because the answer of its commit is late."""
+        self.untimed = True
+        try:
+            yield
+        finally:
+            self.untimed = False
+            self.since_s = asyncio.get_running_loop().time()  # later stages follow
 
     def cancel(self, reason: BaseException | None) -> None:
         """Cancel the handler, if it can be. The messages fail for this reason, None: they are given

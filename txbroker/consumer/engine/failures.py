@@ -55,7 +55,7 @@ class Failures:
         self._topics = topics
         self._settlement = settlement
         self.lines = FailureLines()
-        self._outputs = _Outputs(settlement, self._dead_letter, self.lines)
+        self._outputs = _Outputs(topics.aside, settlement, self._dead_letter, self.lines)
 
     def fail(self, message: ReceivedMessage, error: BaseException) -> None:
         """Apply the policy to a message in flight whose handler raised `error`."""
@@ -157,20 +157,21 @@ class _Copied:
     ) -> None:
         self._settlement = settlement
         self._name = name
+        self._is_attempt = name.startswith("retry_")
         self._dead_letter = dead_letter
 
     def stored(self, pending: Pending) -> None:
         assert pending.message is not None
-        self._settlement.counts[self._name] += 1
+        name = "dead" if self._is_attempt and pending.refused else self._name
+        self._settlement.counts[name] += 1
         self._settlement.stored(pending.message)
 
     def refused(self, pending: Pending, error: Refused) -> Sequence[Copy] | None:
-        if not error.too_large or not self._name.startswith("retry_"):
+        if not (error.too_large and self._is_attempt) or pending.refused:
             return _smaller(self._settlement, pending, error, keyed=self._name == "aside")
         # An attempt needs the whole message.
         assert pending.message is not None
         log.error("copy too large", message=repr(pending.message), next="Bury")
-        self._name = "dead"
         return [self._dead_letter(pending.message, str(error)), *pending.copies[1:]]
 
     def dropped(self, pending: Pending) -> None: ...
@@ -180,29 +181,32 @@ class _Outputs:
     """Takes the results of outputs; see `Storing`.
 
     Args:
+        own: the topic of clearances, which are no outputs.
         dead_letter: makes the copy that is stored in place of refused outputs.
     """
 
     def __init__(
         self,
+        own: str,
         settlement: Settlement,
         dead_letter: Callable[[ReceivedMessage, str], Copy],
         lines: FailureLines,
     ) -> None:
+        self._own = own
         self._settlement = settlement
         self._dead_letter = dead_letter
         self._lines = lines
 
     def stored(self, pending: Pending) -> None:
         assert pending.message is not None
-        if pending.replaced:
+        if pending.refused:
             self._settlement.counts["dead"] += 1
         else:
             self._settlement.handled += 1
         self._settlement.stored(pending.message)
 
     def refused(self, pending: Pending, error: Refused) -> Sequence[Copy] | None:
-        if pending.replaced:
+        if pending.refused or all(pending.copies[n].topic == self._own for n in error.indexes):
             return _smaller(self._settlement, pending, error, keyed=False)
         assert pending.message is not None
         self._lines.note(log.error, "output refused", error=error, message=repr(pending.message))

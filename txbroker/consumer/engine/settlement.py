@@ -15,15 +15,10 @@ from txbroker.consumer.engine.partitions import Partitions
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.pending import Pending
 from txbroker.core.consuming.lifecycle import FINISH, MessageEvent
-from txbroker.core.consuming.partition import PartitionState
-from txbroker.core.consuming.queues import StopReason
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _feed_of = attrgetter("feed")
-
-REFUSED_PAUSE_S = 5.0
-"""Before messages are handled again whose copies cannot be stored."""
 
 
 class Settlement:
@@ -99,14 +94,3 @@ class Settlement:
         """The first stage of messages is stored: after a crash only the later ones follow."""
         for message in messages if self.staged else ():
             message.feed.partition.store_stage(message)
-
-    def refused(
-        self, partition: PartitionState, messages: Sequence[ReceivedMessage], why: str
-    ) -> None:
-        """The copies of these messages, in order, cannot be stored: the partition pauses, and then
-        they are handled again before the others."""
-        log.error("copy refused", partition=partition.place, messages=len(messages), why=why)
-        self.counts["copy_refused"] += len(messages)
-        partition.stop(StopReason.REFUSED, until_s=self.time() + REFUSED_PAUSE_S)
-        for message in reversed(messages):
-            partition.apply(MessageEvent.REFUSED, (message,))

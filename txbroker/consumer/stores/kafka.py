@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -89,11 +90,12 @@ class Outputs:
 
 
 class _FirstStage:
-    """Takes the result of the first stage's outputs; see `Storing`."""
+    """Takes the result of the first stage's outputs, and of its marks; see `Storing`."""
 
-    def __init__(self, engine: Engine, future: asyncio.Future[None]) -> None:
+    def __init__(self, engine: Engine, future: asyncio.Future[None], marks: Sequence[Copy]) -> None:
         self._engine = engine
         self._future = future
+        self._marks = marks
 
     def stored(self, pending: Pending) -> None:
         assert pending.message is not None
@@ -101,7 +103,9 @@ class _FirstStage:
         if not self._future.done():
             self._future.set_result(None)
 
-    def refused(self, pending: Pending, error: Refused) -> Sequence[Copy]:
+    def refused(self, pending: Pending, error: Refused) -> Sequence[Copy] | None:
+        if all(pending.copies[n] in self._marks for n in error.indexes):
+            return None
         self._end(Reject(str(error)))
         return ()
 
@@ -155,19 +159,19 @@ class KafkaResults:
                 await run(argument, out)
             finally:
                 sent = out.end()
-            try:
-                time_ms = message.record.timestamp_ms
-                copies = await placing.copies(sent, message.partition, time_ms)
-            except MessagesRefused as error:
-                raise Reject(str(error)) from None
-            failpoint("consumer.outputs_collected")
             by = engine.call_of(message)
-            if engine.settlement.staged:
-                copies += message.feed.stage_mark(message)
-                await self._store(engine, message, copies)
-            elif by is not None:
-                copies += message.feed.clearance(message)
-                by.outputs = copies
+            with contextlib.nullcontext() if by is None else by.pause_timeout():
+                try:
+                    time_ms = message.record.timestamp_ms
+                    copies = await placing.copies(sent, message.partition, time_ms)
+                except MessagesRefused as error:
+                    raise Reject(str(error)) from None
+                failpoint("consumer.outputs_collected")
+                if engine.settlement.staged:
+                    await self._store(engine, message, copies, message.feed.stage_mark(message))
+            by = engine.call_of(message)
+            if by is not None and not engine.settlement.staged:
+                by.outputs = [*copies, *message.feed.clearance(message)]
 
         return call
 
@@ -179,7 +183,13 @@ class KafkaResults:
 
         return call
 
-    async def _store(self, engine: Engine, message: ReceivedMessage, copies: list[Copy]) -> None:
+    async def _store(
+        self,
+        engine: Engine,
+        message: ReceivedMessage,
+        outputs: Sequence[Copy],
+        marks: Sequence[Copy],
+    ) -> None:
         """Store outputs now, for the stages that follow.
 
         Raises:
@@ -190,8 +200,8 @@ class KafkaResults:
         commits = engine.partitions.commits.get(partition)
         if commits is None:
             raise RolledBack
-        owner = _FirstStage(engine, stored)
-        pending = Pending(partition, message, copies, owner, first=True)
+        owner = _FirstStage(engine, stored, marks)
+        pending = Pending(partition, message, [*outputs, *marks], owner, first=True)
         commits.store(pending)
         try:
             await asyncio.shield(stored)

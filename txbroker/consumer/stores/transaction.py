@@ -154,20 +154,9 @@ class ResultTransaction:
         failpoint("consumer.result_committed")
         return None
 
-    @contextlib.contextmanager
-    def untimed(self) -> Iterator[None]:
-        """Apply the timeout of handlers to the handler alone: a message has not failed because it
-        waits for a connection, or because the answer of its commit is late."""
-        call = self._call
-        if call is None:
-            yield
-            return
-        call.untimed = True
-        try:
-            yield
-        finally:
-            call.untimed = False
-            call.since_s = self._time()  # later stages follow
+    def untimed(self) -> contextlib.AbstractContextManager[None]:
+        """See `HandlerCall.pause_timeout`."""
+        return contextlib.nullcontext() if self._call is None else self._call.pause_timeout()
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:

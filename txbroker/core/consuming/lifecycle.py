@@ -54,7 +54,6 @@ class MessageEvent(StrEnum):
     RETURN: it was not handled, and did not fail.
     WITHHOLD: a copy of a released key failed: nothing of its key is handled any more.
     STORED: a commit has its copy or outputs, and its offset.
-    REFUSED: no commit can have its copy: it is handled again.
     """
 
     ADMIT = "admit"
@@ -66,7 +65,6 @@ class MessageEvent(StrEnum):
     RETURN = "return"
     WITHHOLD = "withhold"
     STORED = "stored"
-    REFUSED = "refused"
 
 
 class MessageFeed(Protocol):
@@ -176,18 +174,6 @@ def _count_done(partition: Partition, feed: MessageFeed, messages: Sequence[Any]
         feed.finished.append(message.record.offset)
 
 
-def _repeat(partition: Partition, feed: MessageFeed, messages: Sequence[Any], _: Any) -> None:
-    for message in reversed(messages):
-        message.attempt += 1
-        partition.queues.put_back(feed.queue, message)
-
-
-def _reenter_lane(partition: Partition, feed: MessageFeed, messages: Sequence[Any], _: Any) -> None:
-    for message in reversed(messages):
-        message.attempt += 1
-        partition.queues.take_back(feed.queue, message)
-
-
 TAKE = MessageRule(MessageState.IN_FLIGHT, _take)
 FINISH = MessageRule(MessageState.DONE, _finish)
 """Hot paths apply these two without `apply_event`."""
@@ -203,7 +189,5 @@ RULES: dict[tuple[MessageState, MessageEvent], MessageRule] = {
     (MessageState.IN_FLIGHT, MessageEvent.RETURN): MessageRule(MessageState.READY, _return),
     (MessageState.IN_FLIGHT, MessageEvent.WITHHOLD): MessageRule(MessageState.WITHHELD, _end_calls),
     (MessageState.COPYING, MessageEvent.STORED): FINISH,
-    (MessageState.COPYING, MessageEvent.REFUSED): MessageRule(MessageState.READY, _repeat),
     (MessageState.SENT, MessageEvent.STORED): MessageRule(MessageState.DONE, _count_done),
-    (MessageState.SENT, MessageEvent.REFUSED): MessageRule(MessageState.READY, _reenter_lane),
 }

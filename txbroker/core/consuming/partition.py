@@ -194,9 +194,9 @@ class PartitionState:
         """Memory of its messages, approximately."""
         return sum([feed.bytes for feed in self.feeds])
 
-    def begin_start(self, messages_max: int) -> None:
+    def begin_start(self, messages_max: int, *, again: bool) -> None:
         """Count this start of an owner, see `StartCount.begin`."""
-        self.starts.begin(self.progress.position.low, self.end, messages_max)
+        self.starts.begin(self.progress.position.low, self.end, messages_max, again=again)
 
     def store_stage(self, message: Any) -> None:
         """The first stage of a message is stored: after a crash only the later ones follow."""

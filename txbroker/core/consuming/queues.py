@@ -385,22 +385,6 @@ class Queues(Generic[M]):
         message.lane = lane
         return lane
 
-    def take_back(self, queue: PartitionQueue[M], message: M) -> None:
-        """Put a message that was settled to the front of its lane, unless its queue has ended."""
-        if queue.removed:
-            return
-        key = message.lane_key
-        if key is None:
-            lane = Lane(queue, None)
-            queue.alone.add(lane)
-        elif key in queue.lanes:
-            lane = self._lane(queue, key)
-        else:
-            lane = queue.lanes[key] = Lane(queue, key)
-        lane.waiting.appendleft(message)
-        if not lane.in_flight:
-            self._continue(lane)
-
     def wake(self, now_s: float) -> float | None:
         """Continue with delayed lanes that are due; return when the next one is, None without."""
         delayed = self._delayed

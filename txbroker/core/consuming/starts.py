@@ -41,17 +41,18 @@ class StartCount:
         self._ended: Any = None
         """A message whose handler ended the process of an owner before; it is not done."""
 
-    def begin(self, low: int, end: int, messages_max: int) -> None:
+    def begin(self, low: int, end: int, messages_max: int, *, again: bool) -> None:
         """Count this start, until the partition is released or messages are done.
 
         Args:
             low: the low-water mark.
             end: of the partition.
             messages_max: that owners before may have had in hand.
+            again: the stored count has it, though no message was handed out.
         """
         if low >= end:
             return
-        self.value = structs.replace(self._before, count=self._before.count + 1)
+        self.value = structs.replace(self._before, count=self._before.count + (not again))
         self._left = messages_max
         self.is_suspect = self.value.count > _FREE
         self._until = min(end, low + messages_max) if self.is_suspect else low + 1

@@ -307,6 +307,7 @@ class TransactionalWriter(Writer):
                     self._single.clear()
                     raise Refused(mine, cause_of(refused.why))
                 self._single.add(refused.why.partition[0])
+                self.claimed = False
                 raise Unknown(f"{refused.why}: the transaction begins again, in smaller batches")
 
     async def _try(

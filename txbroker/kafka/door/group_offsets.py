@@ -98,6 +98,9 @@ class CommittedOffsets:
         except asyncio.CancelledError:  # as where its partitions are released
             await self.close()
             raise
+        except KafkaUnavailable:
+            await self._writer.abort()  # readers of the copies wait for it
+            raise
 
     async def close(self) -> None:
         """End a transaction whose result is unknown: readers and the next owner wait for it.
