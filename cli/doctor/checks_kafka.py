@@ -19,6 +19,7 @@ from txbroker.cli.doctor.findings import (
 )
 from txbroker.cli.doctor.subject import Subject, Unavailable
 from txbroker.contract.service import Overview
+from txbroker.diagnosis.limits import LIMITS
 from txbroker.door.consuming import TopicSpec
 from txbroker.kafka.protocol.codes import RETRIABLE, Code, describe
 from txbroker.kafka.tools.examination import BrokerFacts, ClusterFacts, PartitionCopies
@@ -139,7 +140,7 @@ def _missing_rights(cluster: ClusterFacts, names: tuple[str, ...]) -> Iterator[s
 )
 async def kafka_clocks(subject: Subject) -> Finding:
     """Whether brokers' timestamps, in records and from proxies, agree with our clock."""
-    limit_s = subject.limits.clocks_s
+    limit_s = LIMITS.clocks_s
     cluster = await subject.cluster()
     brokers = await _clock_offsets(subject, cluster)
     lines = list(_apart(brokers, cluster, limit_s))

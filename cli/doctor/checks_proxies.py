@@ -27,6 +27,8 @@ from txbroker.contract.groups import GroupAnswer, TestedBody
 from txbroker.contract.service import GroupOverview, HalfPartitionState, Overview
 from txbroker.core.decoding import Malformed, NewerVersion
 from txbroker.diagnosis import table
+from txbroker.diagnosis.limits import LIMITS
+from txbroker.diagnosis.overview import parked_of
 from txbroker.diagnosis.rows import Diagnosis
 from txbroker.kafka.tools.examination import OpenTransaction
 
@@ -190,9 +192,13 @@ async def groups_reachable(subject: Subject) -> Finding:
     groups = {one.group: one for one in await subject.groups()}
     overview = await subject.overview()
     seen = {one.group: one for one in overview.groups}
+    away = table.GROUP_UNREACHABLE.parts(overview)
     since = {
         one.group: f", for {duration(subject.now_s() - one.unreachable_since_ms / 1000)}"
-        for one in table.GROUP_UNREACHABLE.parts(overview)
+        for one in away
+    }
+    why = {
+        one.group: f"{since[one.group]}: {one.unreachable_why or 'no connection'}" for one in away
     }
     tested = await _test_calls(subject, [one for one in groups.values() if one.check_url])
     fails: list[str] = []
@@ -202,9 +208,8 @@ async def groups_reachable(subject: Subject) -> Finding:
         connected = _sessions(groups.get(name), seen.get(name))
         call = tested.get(name)
         if isinstance(call, Unavailable):
-            if name in since:
-                why = seen[name].unreachable_why
-                remarks.append(f"{name}: its check URL fails{since[name]}: {why}")
+            if name in why:
+                remarks.append(f"{name}: its check URL fails{why[name]}")
             if not connected:
                 untested.append(f"{name}: its check URL was not tested: {call}")
         elif call is not None and not call.answered:
@@ -217,8 +222,8 @@ async def groups_reachable(subject: Subject) -> Finding:
                 f"registered{since.get(name, '')}"
             )
             (fails if undecided else remarks).append(line)
-        elif name in since:
-            remarks.append(f"{name}: unreachable{since[name]}: {seen[name].unreachable_why}")
+        elif name in why:
+            remarks.append(f"{name}: unreachable{why[name]}")
     total = len(groups.keys() | seen.keys())
     if fails:
         return judged(
@@ -363,11 +368,10 @@ async def promotion(subject: Subject) -> Finding:
 @transactions_book.diagnosis(table.PARKING)
 async def parked(subject: Subject) -> Finding:
     overview = await subject.overview()
-    total = sum(one.parked or 0 for one in overview.partitions)
     return _applied(
         table.PARKING,
         overview,
-        f"{total} are parked, whole and decidable",
+        f"{parked_of(overview)} are parked, whole and decidable",
         lambda one: f"group {one.group}: {one.parked}" if isinstance(one, GroupOverview) else "",
         "none parked",
     )
@@ -390,7 +394,7 @@ async def refused(subject: Subject) -> Finding:
     doc="docs/operate/lost-end.md",
 )
 async def hanging_transactions(subject: Subject) -> Finding:
-    limit_s = subject.limits.transaction_s
+    limit_s = LIMITS.transaction_s
     targets, untold = await _targets(subject)
     topics = sorted({*subject.own_topics, *targets})
     cluster = await subject.kafka.cluster(topics)

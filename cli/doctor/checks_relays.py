@@ -18,6 +18,7 @@ from txbroker.cli.doctor.subject import Subject
 from txbroker.databases.outbox.rows import MESSAGE_BYTES_MAX
 from txbroker.databases.outbox.table import LOCAL_COMMIT, MESSAGE_ERROR, UNKNOWN
 from txbroker.diagnosis import table
+from txbroker.diagnosis.limits import LIMITS
 from txbroker.relay.capture.setup import StepState
 
 _PACKET_BYTES_MIN = 2 * MESSAGE_BYTES_MAX
@@ -68,7 +69,7 @@ async def relays_waiting(subject: Subject) -> Finding:
     outbox = await subject.outbox()
     found, age_s = _rows(outbox, LOCAL_COMMIT, "wait")
     lines = [f"topic {topic}: {cause}" for topic, cause in outbox.causes]
-    return _graded(age_s > subject.limits.relay_s, lines, found, lines)
+    return _graded(age_s > LIMITS.relay_s, lines, found, lines)
 
 
 @book.check(
@@ -77,7 +78,7 @@ async def relays_waiting(subject: Subject) -> Finding:
 )
 async def relays_undecided(subject: Subject) -> Finding:
     found, age_s = _rows(await subject.outbox(), UNKNOWN, "are undecided")
-    return _graded(False, age_s > subject.limits.undecided_s, found)
+    return _graded(False, age_s > LIMITS.undecided_s, found)
 
 
 @book.diagnosis(table.RELAY_ERRORS)

@@ -21,7 +21,6 @@ from txbroker.config.settings import Settings
 from txbroker.contract.groups import GroupAnswer, GroupsBody, TestedBody
 from txbroker.contract.service import Overview
 from txbroker.databases.database import Database
-from txbroker.diagnosis.limits import LIMITS, DiagnosisLimits
 from txbroker.door.consuming import TopicSpec
 from txbroker.errors import NotPermitted
 from txbroker.kafka.tools.examination import BrokerFacts, ClusterFacts, KafkaExamination
@@ -232,7 +231,6 @@ class Subject:
         settings: Settings,
         kafka: KafkaExamination,
         proxies: HttpProxies,
-        limits: DiagnosisLimits = LIMITS,
         now_s: Callable[[], float] = time.time,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
         relays: RelayTargets | None = None,
@@ -240,7 +238,6 @@ class Subject:
         self.settings = settings
         self.kafka = kafka
         self.proxies = proxies
-        self.limits = limits
         self.now_s = now_s
         self.pause = pause
         self._relays = relays or RelayTargets()

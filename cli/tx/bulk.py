@@ -28,7 +28,6 @@ from txbroker.cli.run import CommandFailed
 from txbroker.cli.tx.rows import COLUMNS
 from txbroker.contract.groups import ErrorFields
 from txbroker.contract.transactions import StandingBody, TransactionBody
-from txbroker.core.records import Decision, State
 from txbroker.core.routing import parse_id
 
 PARALLEL = 8
@@ -87,8 +86,8 @@ class ItemResult(Struct, frozen=True):
     """A transaction's state and decision after the action, or its error."""
 
     id: str
-    state: State | UnsetType = UNSET
-    decision: Decision | UnsetType | None = UNSET
+    state: str | UnsetType = UNSET
+    decision: str | UnsetType | None = UNSET
     error: ErrorFields | UnsetType = UNSET
 
 

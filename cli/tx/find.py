@@ -80,7 +80,11 @@ def find_command(
                     show(None)
                     shown.write(fresh)
                 rows |= {row.id: row for row in fresh}
-                done, records, unread = page.done, records + page.records, unread + page.unread
+                done, records, unread = (
+                    page.done,
+                    records + page.records,
+                    unread + (page.unread or 0),
+                )
                 show(done, f"{records:,} records, {len(rows):,} found")
                 if full:
                     break

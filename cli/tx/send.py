@@ -88,13 +88,13 @@ def _decide(client: ApiClient, id: str, decision: str, group: str, wait: bool) -
         body["wait"] = "promoted"
     try:
         answer = client.change("POST", "transactions", id, decision, body=body)
+        return client.as_struct(answer, StandingBody)
     except ApiError as error:
         click.echo(id)
         raise PartlyDone(
             f"the transaction is prepared, but its {decision} may have failed: "
             f"{error.format_message()}. Repeat it with `txbroker tx {decision} {id}`"
         ) from None
-    return client.as_struct(answer, StandingBody)
 
 
 def _messages(

@@ -485,3 +485,43 @@ def test_invalid_answer_is_one_sentence(stub: Stub, call: Call) -> None:
     failed = call("tx", "revive", "--group", "orders", "--yes", "--url", stub.url)
     assert failed.code == 1
     assert failed.err.splitlines()[-1].startswith("Error: ")
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_names_of_a_newer_proxy_are_shown(stub: Stub, call: Call, count: int) -> None:
+    ids = stub.add(count)
+    for row in stub.rows.values():
+        row |= {"source": "robot", "decision": "later"}
+
+    def newer(asked: Asked) -> Reply | None:
+        if asked.path.endswith("/commit"):
+            return 200, {"id": asked.path.split("/")[3], "state": "frozen", "decision": "later"}
+        if asked.method == "POST":
+            return 201, {"id": ids[0], "state": "thawed"}
+        if asked.path.endswith("/search"):
+            # As of an older proxy, without `unread`.
+            rows = [*stub.rows.values()]
+            return 200, {"transactions": rows, "next_cursor": None, "done": 1.0, "records": 3}
+        return None
+
+    stub.answer = newer
+    for selected in (ids, ["--state", "parked"]):
+        done = call("tx", "commit", *selected, "--yes", "--url", stub.url)
+        assert (done.code, done.out.count("frozen")) == (0, count), done
+    sent = call("send", "t", "v", "--url", stub.url)
+    assert (sent.code, sent.out, sent.err) == (0, f"{ids[0]}\n", "1 for t: frozen\n")
+    for row in stub.rows.values():
+        row["state"] = "frozen"
+    for listing in (["list"], ["find", ids[0][:6]], ["show", *ids]):
+        shown = call("tx", *listing, "--url", stub.url)
+        assert (shown.code, shown.out.count("frozen")) == (0, count), shown
+
+
+def test_unreadable_decision_of_a_sent_transaction_names_its_id(stub: Stub, call: Call) -> None:
+    (id,) = stub.add(1)
+    stub.answer = lambda asked: (
+        200, {} if asked.path.endswith("/commit") else {"id": id, "state": "pending"},
+    )  # fmt: skip
+    sent = call("send", "t", "v", "--url", stub.url)
+    assert (sent.code, sent.out) == (3, f"{id}\n")
+    assert f"txbroker tx commit {id}" in sent.err

@@ -350,6 +350,7 @@ def test_every_condition_is_shown_or_a_command_shows_it() -> None:
         with_group(pending=9999, pending_growth_per_s=0.5),
         with_group(checks=GroupChecks(CheckCounts(unclear=2))),
         with_proxy(half_retention_s=10.0, half_retention_headroom_s=4.0),
+        with_proxy(half_retention_s=None, half_retention_headroom_s=-5.0),
         with_proxy(prepare_p99_s=1.0),
         with_audit(98 * DAY_MS, lost=0),
         with_audit(100 * DAY_MS - 300_000, "stream"),
@@ -388,6 +389,19 @@ def test_sums_of_unknown_counts_are_no_zeros() -> None:
     assert shown.least(None, False) == "–"
     stale = sums_of(with_partition(as_of_ms=5))
     assert (stale.pending, stale.partial, stale.as_of_ms) == (15, False, 5)
+
+
+def test_failed_checks_are_listed_with_their_grade() -> None:
+    details = [
+        one.detail.partition("UTC: ")[2]
+        for one in concerns_of(with_checks(slow="critical", few="warning"))
+    ]
+    assert details == ["slow (critical).", "few (warning)."]
+
+
+def test_parked_transactions_are_counted_where_only_groups_report_them() -> None:
+    (concern,) = concerns_of(with_group(parked=2))
+    assert concern.title == "2 parked transactions need a manual decision"
 
 
 def test_many_groups_are_named_in_one_line() -> None:

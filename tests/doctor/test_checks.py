@@ -386,6 +386,12 @@ async def test_group_without_session_and_url_is_reported(world: World) -> None:
     assert (await world.outcome("groups-reachable")).level is WARNING
 
 
+async def test_unreachable_group_that_is_connected_has_a_reason(world: World) -> None:
+    world.proxies.group("orders", unreachable_since_ms=NOW_MS - 120_000)
+    line = "orders: unreachable, for 2m00s: no connection"
+    assert await world.seen("groups-reachable") == (WARNING, (line,))
+
+
 async def test_test_calls_use_the_groups_timeout(world: World) -> None:
     world.proxies.registered = [
         GroupAnswer(group="web", sessions=0, check_url="http://web/check", timeout_s=9.0),
@@ -438,12 +444,14 @@ async def test_old_invisible_commit_fails(world: World) -> None:
     )
 
 
-async def test_parked_transactions_are_a_warning(world: World) -> None:
-    world.proxies.partition(2, parked=3)
+@pytest.mark.parametrize("parked", [3, None])
+async def test_parked_transactions_are_a_warning(world: World, parked: int | None) -> None:
+    world.proxies.partition(2, parked=parked)
     groups = (*world.proxies.seen.groups, GroupOverview("shop", parked=3))
     world.proxies.view = structs.replace(world.proxies.seen, groups=groups)
     found = await world.outcome("parked")
     assert (found.level, found.details) == (WARNING, ("group shop: 3",))
+    assert found.found == "3 are parked, whole and decidable"
     assert "tx list --state parked" in found.hint
 
 

@@ -24,7 +24,6 @@ from tests.kit.secret_files import secret_file
 from txbroker.cli.doctor.findings import DoctorResult
 from txbroker.cli.doctor.report import CHECKS, examine
 from txbroker.cli.doctor.subject import HttpProxies, Subject
-from txbroker.diagnosis.limits import DiagnosisLimits
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.tools.examination import KafkaExamination, OpenTransaction
 from txbroker.sdk import is_test_call, verify_webhook
@@ -67,11 +66,12 @@ def shown(result: Result) -> dict[str, dict[str, Any]]:
     return {one["name"]: one for one in result.json["checks"]}
 
 
-async def look(dev: Dev, limits: DiagnosisLimits, names: Sequence[str]) -> dict[str, DoctorResult]:
-    """Run some checks in this process, with limits that need no waiting for."""
+async def look(dev: Dev, ahead_s: float, names: Sequence[str]) -> dict[str, DoctorResult]:
+    """Run some checks in this process, by a clock that is ahead so that no limit is waited for."""
     given = settings(kafka=dev.kafka)
     async with KafkaExamination(KafkaSettings.from_configuration(given)) as kafka:
-        subject = Subject(given, kafka, HttpProxies([dev.url], {}), limits)
+        proxies = HttpProxies([dev.url], {})
+        subject = Subject(given, kafka, proxies, lambda: time.time() + ahead_s)
         report = await examine(subject, [one for one in CHECKS if one.name in names])
         await subject.close()
     return {one.name: one for one in report.outcomes}
@@ -211,15 +211,15 @@ async def open_transaction(dev: Dev, timestamp_ms: int) -> AsyncIterator[str]:
 async def test_a_hanging_transaction(dev: Dev) -> None:
     check = ["hanging-transactions"]
     async with open_transaction(dev, round(time.time() * 1000)) as name:
-        young = await look(dev, DiagnosisLimits(), check)
+        young = await look(dev, 0.0, check)
         assert young["hanging-transactions"].level == "ok"
-        strict = await look(dev, DiagnosisLimits(transaction_s=-5.0), check)
+        strict = await look(dev, 3600.0, check)
         found = strict["hanging-transactions"]
         assert found.level == "fails"
         (line,) = found.details
         assert line.startswith(f"payments-0: transactional id {name}, for ")
         assert line.endswith("hides 1 offsets")
-    ended = await look(dev, DiagnosisLimits(transaction_s=-5.0), check)
+    ended = await look(dev, 3600.0, check)
     assert ended["hanging-transactions"].level == "ok"
 
 
@@ -244,7 +244,7 @@ async def test_clocks_come_from_appended_records(dev: Dev) -> None:
     # Nothing is parked and no group is registered, but for the layout; claims are everywhere.
     assert topics == {f"txbroker.{name}" for name in ("half", "op", "checkpoint", "groups")}
     assert all(abs(time.time() - at_ms / 1000) < 600 for at_ms in newest.values())
-    found = await look(dev, DiagnosisLimits(clocks_s=-3600.0), ["kafka-clocks"])
+    found = await look(dev, -3600.0, ["kafka-clocks"])
     assert found["kafka-clocks"].level == "fails"
 
 

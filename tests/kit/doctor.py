@@ -18,7 +18,6 @@ from txbroker.cli.doctor.subject import (
 from txbroker.config.settings import Settings
 from txbroker.contract.groups import GroupAnswer, TestedBody
 from txbroker.contract.service import GroupOverview, Overview, PartitionOverview, ProxyOverview
-from txbroker.diagnosis.limits import DiagnosisLimits
 from txbroker.door.consuming import TopicSpec
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.repair import StoppingRecord
@@ -251,7 +250,6 @@ class World:
     def __init__(self) -> None:
         self.kafka = FakeKafka()
         self.proxies = FakeProxies()
-        self.limits = DiagnosisLimits()
         self.settings = settings()
 
     def subject(self, relays: RelayTargets | None = None) -> Subject:
@@ -262,7 +260,6 @@ class World:
             self.settings,
             self.kafka,
             self.proxies,
-            self.limits,
             lambda: NOW_S,
             at_once,
             relays,

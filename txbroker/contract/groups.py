@@ -1,14 +1,30 @@
 """Answers about producer groups, as the HTTP API encodes and its clients decode them."""
 
-from typing import Literal, TypeAlias
+from enum import StrEnum
+from typing import Annotated, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from txbroker.core.records import Decision
+from txbroker.core.records import Decision, Source, State
 
 
 class AnswerBody(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The body of an answer; fields with their default are omitted."""
+
+
+SCHEMAS = "#/components/schemas/{name}"
+"""The place of a schema in the OpenAPI document."""
+
+
+def _name_of(kind: type[StrEnum]) -> Meta:
+    """Return the schema of a name; readers take and show one that only a newer proxy knows."""
+    return Meta(extra_json_schema={"$ref": SCHEMAS.format(name=kind.__name__)})
+
+
+DecisionName: TypeAlias = Annotated[str, _name_of(Decision)]
+SourceName: TypeAlias = Annotated[str, _name_of(Source)]
+StateName: TypeAlias = Annotated[str, _name_of(State)]
+NAMED = (Decision, Source, State)
 
 
 class ErrorFields(AnswerBody, frozen=True):
@@ -53,7 +69,9 @@ class RemovedBody(AnswerBody, frozen=True):
     removed: bool
 
 
-TestSignature: TypeAlias = Literal["accepted", "refused", "unknown"]
+TestSignature: TypeAlias = Annotated[
+    str, Meta(extra_json_schema={"enum": ["accepted", "refused", "unknown"]})
+]
 
 
 class TestedBody(AnswerBody, frozen=True):
@@ -71,6 +89,6 @@ class TestedBody(AnswerBody, frozen=True):
     endpoint: str = ""
     status: int | None = None
     why: str = ""
-    answer: Decision | None = None
+    answer: DecisionName | None = None
     signature: TestSignature | None = None
     took_ms: float = 0.0

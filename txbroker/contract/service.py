@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
+from txbroker.contract.groups import DecisionName, SourceName, StateName
 from txbroker.core.records import Attempt, Cause, Decision, Message, Source, State
 from txbroker.core.terms import SearchTerms
 from txbroker.errors import RequestError
@@ -177,16 +178,16 @@ class TransactionView(Struct, frozen=True):
 
     id: str
     group: str
-    state: State
+    state: StateName
     partition: int
     half_offset: int
     prepared_at_ms: int
     messages: tuple[PlacedMessage, ...]
     order_key: str | None = None
     dedup_key: str | None = None
-    decision: Decision | None = None
+    decision: DecisionName | None = None
     decided_at_ms: int | None = None
-    source: Source | None = None
+    source: SourceName | None = None
     by: str = ""
     reason: str = ""
     round: int = 1

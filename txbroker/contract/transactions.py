@@ -4,17 +4,16 @@ from typing import Annotated
 
 from msgspec import UNSET, Meta, UnsetType
 
-from txbroker.contract.groups import AnswerBody
+from txbroker.contract.groups import AnswerBody, DecisionName, StateName
 from txbroker.contract.service import TransactionView
-from txbroker.core.records import Decision, State
 
 
 class StandingBody(AnswerBody, frozen=True):
     """The status of a transaction."""
 
     id: str
-    state: State
-    decision: Decision | None = None
+    state: StateName
+    decision: DecisionName | None = None
 
 
 class PlacedBody(AnswerBody, frozen=True):
@@ -57,10 +56,10 @@ class SearchBody(PageBody, frozen=True):
     """One page of a search, often without a match; `next_cursor` is null on the last page.
 
     `done`: the part of the topics that is read, from 0 to 1. `records`: read for this page.
-    `unread`: more transactions that may match and could not be read. A transaction may be on
-    several pages.
+    `unread`: more transactions that may match and could not be read; older proxies leave it out. A
+    transaction may be on several pages.
     """
 
     done: float
     records: int
-    unread: int
+    unread: int | UnsetType = UNSET

@@ -40,6 +40,14 @@ def age_s(overview: Overview, audit: AuditOverview) -> float:
     return (overview.at_ms - audit.ended_ms) / 1000
 
 
+def parked_of(overview: Overview) -> int:
+    """Return the number of parked transactions: some half partitions or groups may be missing."""
+    return max(
+        sum(one.parked or 0 for one in overview.partitions),
+        sum(one.parked for one in overview.groups),
+    )
+
+
 def own_problems(proxy: ProxyOverview) -> list[str]:
     """Return the problems of a proxy but those of half partitions, which are conditions of their
     own, and of files."""

@@ -95,9 +95,8 @@ FILE_NOT_READ = Diagnosis(
 
 
 def _in_state(
-    state: str, todo: str, one: str, several: str = "", *, critical: bool = True, **rule: str
+    state: str, todo: str, one: str, several: str, *, critical: bool = True, **rule: str
 ) -> Diagnosis:
-    several = several or one.replace("is ", "are ")
     known = {*service.HalfPartitionState, service.UNREACHABLE}
     return Diagnosis(
         alert="NotReady",
@@ -116,6 +115,7 @@ STATES = (
         "Their proxy does not answer. Another one takes over within seconds; if not, look at that "
         "proxy and its network.",
         "is unreachable",
+        "are unreachable",
     ),
     _in_state(
         service.HalfPartitionState.NONE,
@@ -142,6 +142,7 @@ sum by ({_OF}) (txbroker_owned_partitions)
         service.HalfPartitionState.CLAIMING,
         "A claim takes seconds. If it lasts, see the owner's log: Kafka may not answer.",
         "is being claimed",
+        "are being claimed",
         critical=False,
     ),
     _in_state(
@@ -156,6 +157,7 @@ sum by ({_OF}) (txbroker_owned_partitions)
         "Their proxy has lost contact with the group coordinator. It resumes, or another proxy "
         "takes over, within seconds.",
         "is suspended",
+        "are suspended",
         critical=False,
     ),
     _in_state(
@@ -181,6 +183,7 @@ sum by ({_OF}) (txbroker_owned_partitions)
         service.HalfPartitionState.STOPPED,
         "An invariant is broken. See the owner's log, and keep the topics.",
         "is stopped",
+        "are stopped",
     ),
     _in_state(
         "",
@@ -269,8 +272,8 @@ min by ({_OF}) (txbroker_half_retention_seconds)""",
     find=find.proxies(
         lambda one: (
             one.half_retention_headroom_s is not None
-            and one.half_retention_headroom_s
-            < LIMITS.headroom_share * (one.half_retention_s or 0.0)
+            and one.half_retention_s is not None
+            and one.half_retention_headroom_s < LIMITS.headroom_share * one.half_retention_s
         )
     ),
     title=Wording("Kafka will delete messages of transactions that are not settled"),

@@ -70,7 +70,7 @@ class Preview:
     more: bool = False
     """True if there are more than `BULK_MAX`."""
     by_group: Counter[str] = field(default_factory=Counter)
-    by_state: Counter[State] = field(default_factory=Counter)
+    by_state: Counter[str] = field(default_factory=Counter)
     sample: list[TransactionView] = field(default_factory=list)
     oldest_ms: int | None = None
     marks: bytearray = field(default_factory=bytearray)

@@ -7,7 +7,7 @@ from txbroker.contract.service import GroupOverview, Overview
 from txbroker.core.records import State
 from txbroker.diagnosis import table
 from txbroker.diagnosis.limits import LIMITS
-from txbroker.diagnosis.overview import age_s, file_problems, own_problems
+from txbroker.diagnosis.overview import age_s, file_problems, own_problems, parked_of
 from txbroker.diagnosis.rows import Diagnosis, Occurrence, Wording
 from txbroker.diagnosis.table import occurrences
 from txbroker.proxy.console.formatting import age, count, link, number, rate, sentence, time_of
@@ -158,7 +158,11 @@ def _drift(found: Occurrence, _: Overview) -> Iterator[Concern]:
 
 def _failed_checks(found: Occurrence, _: Overview) -> Iterator[Concern]:
     for audit in found.parts:
-        failed = [f"{name} ({grade})" for name, grade in sorted(audit.failed_checks.items())]
+        failed = [
+            f"{name} ({grade})"
+            for name, grade in sorted(audit.failed_checks.items())
+            if (grade == "critical") == found.diagnosis.critical
+        ]
         detail = f"The {audit.mode} audit of {time_of(audit.ended_ms)} UTC: {', '.join(failed)}."
         yield Concern(found.diagnosis, found.diagnosis.title.text(), detail)
 
@@ -202,7 +206,7 @@ def _growing(found: Occurrence, _: Overview) -> Iterator[Concern]:
 
 
 def _parked(found: Occurrence, overview: Overview) -> Iterator[Concern]:
-    total = sum(one.parked or 0 for one in overview.partitions)
+    total = parked_of(overview)
     first = next((group for group in overview.groups if group.parked_answers), None)
     yield Concern(
         found.diagnosis,

@@ -145,7 +145,7 @@ def _registered(request: PageRequest) -> list[str]:
 
 def _in_s(view: TransactionView, now_ms: int) -> float | None:
     """Return the seconds until the next attempt, None without one."""
-    if view.state is not State.PENDING or view.next_check_at_ms is None:
+    if view.state != State.PENDING or view.next_check_at_ms is None:
         return None
     return max(0, view.next_check_at_ms - now_ms) / 1000
 

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from txbroker import __version__
 from txbroker.contract.frames import CODE_HEADER
+from txbroker.contract.groups import NAMED, SCHEMAS
 from txbroker.errors import (
     AdminOnly,
     BadRequest,
@@ -184,7 +185,6 @@ def error_answer(error: RequestError) -> HttpAnswer:
 
 # --- OpenAPI ---------------------------------------------------------------------------------
 
-_REF = "#/components/schemas/{name}"
 _PATH_SCHEMAS: dict[str, dict[str, Any]] = {
     "id": msgspec.json.schema(TransactionId),
     "group": {"type": "string", "minLength": 1, "description": "The name of a producer group."},
@@ -199,7 +199,7 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
         for kind in (operation.body, *operation.answers.values(), ErrorBody)
         if kind is not None
     )
-    _, schemas = msgspec.json.schema_components(list(kinds), ref_template=_REF)
+    _, schemas = msgspec.json.schema_components([*kinds, *NAMED], ref_template=SCHEMAS)
     schemas["Message"] = MESSAGE_SCHEMA
     schemas["HeaderValue"] = HEADER_VALUE_SCHEMA
     paths: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -247,7 +247,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
     if operation.body is not None:
         described["requestBody"] = {
             "required": not operation.body_optional,
-            "content": {JSON: {"schema": {"$ref": _REF.format(name=operation.body.__name__)}}},
+            "content": {JSON: {"schema": {"$ref": SCHEMAS.format(name=operation.body.__name__)}}},
         }
     if not operation.open:
         described["security"] = [{"token": []}, {}]
@@ -263,7 +263,7 @@ def _path_parameters(path: str) -> list[dict[str, Any]]:
 
 
 def _query_parameters(operation: Operation) -> list[dict[str, Any]]:
-    _, schemas = msgspec.json.schema_components([operation.query], ref_template=_REF)
+    _, schemas = msgspec.json.schema_components([operation.query], ref_template=SCHEMAS)
     parameters = []
     for name, schema in schemas[operation.query.__name__]["properties"].items():
         # A query has no null: unused fields are omitted.
@@ -277,7 +277,7 @@ def _query_parameters(operation: Operation) -> list[dict[str, Any]]:
 def _responses(operation: Operation) -> dict[str, Any]:
     responses: dict[str, Any] = {}
     for status, kind in operation.answers.items():
-        schema = {} if kind is None else {"schema": {"$ref": _REF.format(name=kind.__name__)}}
+        schema = {} if kind is None else {"schema": {"$ref": SCHEMAS.format(name=kind.__name__)}}
         responses[str(status)] = {
             "description": _first_line(kind.__doc__) if kind else operation.summary,
             "content": {operation.media: schema},
@@ -290,7 +290,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
             continue
         responses[str(status)] = {
             "description": " ".join(f"`{e.code}`: {_first_line(e.__doc__)}" for e in errors),
-            "content": {JSON: {"schema": {"$ref": _REF.format(name="ErrorBody")}}},
+            "content": {JSON: {"schema": {"$ref": SCHEMAS.format(name="ErrorBody")}}},
         }
     return responses
 
