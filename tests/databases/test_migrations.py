@@ -28,7 +28,7 @@ from txbroker.cli.main import cli
 from txbroker.consumer import Consumer, InDatabase
 from txbroker.core.records import Message
 from txbroker.databases import Barrier, Inbox, SqliteBarrier, from_django, from_sqlalchemy, from_url
-from txbroker.databases.database import TABLE_SETS
+from txbroker.databases.database import TABLE_SETS, DatabaseUnavailable
 from txbroker.databases.dialect import SQLITE, Dialect
 from txbroker.databases.outbox.leases import Leases
 from txbroker.databases.outbox.table import outbox_tables
@@ -161,6 +161,23 @@ def test_tables_that_do_not_exist_are_not_created(
     place.database.migrate()
     assert place.select("SELECT version FROM txbroker_schema") == [(2,)]
     assert columns(place, "txbroker_relay") == set()
+
+
+@pytest.mark.parametrize(
+    ("change", "version"),
+    [("DELETE FROM txbroker_schema", "none"), ("UPDATE txbroker_schema SET version = 0", "0")],
+)
+def test_tables_of_no_version_are_refused(old: Place, change: str, version: str) -> None:
+    old.execute(change)
+    for use in (from_url(old.url).prepare, old.database.migrate):
+        with pytest.raises(ConfigurationError, match=f"of version {version};.* restore the rows"):
+            use()
+
+
+def test_file_of_another_format_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "shop.db").write_text("no database, but long enough to be read as one")
+    with pytest.raises(DatabaseUnavailable, match=r"file is not a database: .*correct its address"):
+        from_url(f"sqlite:///{tmp_path}/shop.db").migrate()
 
 
 async def test_other_versions_are_refused_before_the_start(

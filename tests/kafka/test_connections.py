@@ -5,27 +5,30 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import re
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
-from aiokafka.errors import IncompatibleBrokerVersion, KafkaConnectionError, KafkaError
+from aiokafka.errors import KafkaConnectionError, KafkaError
 
 from tests.kit.kafka import KafkaHarness
 from tests.kit.until import until
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client, NotSent, Unanswered
-from txbroker.kafka.client.connection import BrokerConnection, open_connection
+from txbroker.kafka.client.connection import BrokerConnection, open_connection, why_not
+from txbroker.kafka.client.login import TokenInFile
 from txbroker.kafka.protocol.encoder import Request
 from txbroker.kafka.protocol.schemas import EndTxnV0, MetadataV5, metadata
 
 Asked = tuple[int, int]
 """Kind and correlation id of a request."""
-VERSIONS, METADATA, END, HANDSHAKE = 18, 3, 26, 17
+VERSIONS, METADATA, END, HANDSHAKE, AUTHENTICATE = 18, 3, 26, 17, 36
 REQUEST = EndTxnV0("id", 7, 0, True)
 
 
@@ -46,8 +49,7 @@ class Broker:
             except (asyncio.IncompleteReadError, ConnectionError):
                 return
             if kind == VERSIONS:
-                versions = struct.pack(">hihhhhhh", 0, 2, METADATA, 0, 5, END, 0, 5)
-                writer.write(framed(number, versions))
+                writer.write(framed(number, versions((METADATA, 0, 5), (END, 0, 5))))
             else:
                 self.asked.put_nowait((kind, number))
 
@@ -251,28 +253,81 @@ async def test_cause_of_broken_connection_is_named() -> None:
             await ask
 
 
-async def test_login_of_kafka_before_1_0_is_refused() -> None:
-    """Its answers have no correlation ids."""
+def versions(*apis: tuple[int, int, int]) -> bytes:
+    return struct.pack(">hi", 0, len(apis)) + b"".join(struct.pack(">hhh", *api) for api in apis)
+
+
+def handshake(mechanism: str) -> list[bytes]:
+    """Return the answers until the login's own messages."""
+    mechanisms = struct.pack(">hih", 0, 1, len(mechanism)) + mechanism.encode()
+    return [versions((HANDSHAKE, 0, 1), (AUTHENTICATE, 0, 2)), mechanisms]
+
+
+def part(data: bytes | None, code: int = 0) -> bytes:
+    """Return the broker's part of a login, without a message for people."""
+    size = -1 if data is None else len(data)
+    return struct.pack(">hhi", code, -1, size) + (data or b"") + bytes(8)
+
+
+NONCE = b"N" * 32  # stands for the client's
+ODD: dict[str, tuple[str, list[bytes], str]] = {
+    "closes": ("PLAIN", [], "closes the connection: check that this port speaks"),
+    "unreadable": ("PLAIN", [b"\0"], "answer cannot be read .*: check that only a Kafka broker"),
+    "no login": ("PLAIN", [versions()], "not support SaslHandshakeV1: upgrade the brokers$"),
+    "Kafka before 1.0": (  # its answers to logins have no correlation ids
+        "PLAIN",
+        [versions((HANDSHAKE, 0, 0))],
+        "SaslHandshakeV1: the broker supports versions 0 to 0: upgrade the brokers$",
+    ),
+    "Kafka before 2.2": (
+        "PLAIN",
+        [versions((HANDSHAKE, 0, 1), (AUTHENTICATE, 0, 0)), handshake("PLAIN")[1]],
+        "SaslAuthenticateV1: the broker supports versions 0 to 0: upgrade the brokers$",
+    ),
+    "PLAIN": ("PLAIN", [*handshake("PLAIN"), part(b"x")], "part of the PLAIN login is invalid: "),
+    "SCRAM": (
+        "SCRAM-SHA-256",
+        [*handshake("SCRAM-SHA-256"), part(None)],
+        "part of the SCRAM-SHA-256 login is invalid: check that only a Kafka broker",
+    ),
+    "SCRAM iterations": (
+        "SCRAM-SHA-256",
+        [*handshake("SCRAM-SHA-256"), part(b"r=%b,s=,i=%d" % (NONCE, 1 << 70))],
+        "part of the SCRAM-SHA-256 login is invalid: ",
+    ),
+    "token": (
+        "OAUTHBEARER",
+        [*handshake("OAUTHBEARER"), part(None, 58)],
+        "^: the broker refuses the token: check its expiry",
+    ),
+}
+"""Mechanism, answers of the broker before it closes the connection, part of the explanation."""
+
+
+@pytest.mark.parametrize("case", ODD)
+async def test_odd_broker_is_explained(tmp_path: Path, case: str) -> None:
+    mechanism, answers, words = ODD[case]
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        (size,) = struct.unpack(">i", await reader.readexactly(4))
-        asked, _, number = struct.unpack_from(">hhi", await reader.readexactly(size))
-        assert asked == VERSIONS
-        writer.write(framed(number, struct.pack(">hihhh", 0, 1, HANDSHAKE, 0, 0)))
-        await reader.read()
+        for answer in answers:
+            (size,) = struct.unpack(">i", await reader.readexactly(4))
+            asked = await reader.readexactly(size)
+            (number,) = struct.unpack_from(">i", asked, 4)
+            writer.write(framed(number, answer.replace(NONCE, asked[-len(NONCE) :])))
+        await reader.read(1)
         writer.close()
 
+    arguments: dict[str, Any] = {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": mechanism}
+    if mechanism == "OAUTHBEARER":
+        (tmp_path / "token").write_text("secret")
+        arguments["sasl_oauth_token_provider"] = TokenInFile(tmp_path / "token")
+    else:
+        arguments |= {"sasl_plain_username": "user", "sasl_plain_password": "secret"}
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server, asyncio.timeout(30.0):
-        with pytest.raises(IncompatibleBrokerVersion):
-            await open_connection(
-                "127.0.0.1",
-                server.sockets[0].getsockname()[1],
-                security_protocol="SASL_PLAINTEXT",
-                sasl_mechanism="PLAIN",
-                sasl_plain_username="user",
-                sasl_plain_password="secret",
-            )
+        with pytest.raises(KafkaError) as raised:
+            await open_connection(*server.sockets[0].getsockname(), **arguments)
+    assert re.search(words, why_not(raised.value, "broker", arguments))
 
 
 async def test_closed_connection_leaves_no_references() -> None:

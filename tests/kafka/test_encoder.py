@@ -200,6 +200,11 @@ def test_tagged_fields_are_skipped_in_structs_and_returned_at_the_end() -> None:
     assert answer.tags == {3: b"!", 300: b"hi"}
 
 
+def test_endless_number_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="varint is too long"):
+        schemas.DescribeProducersV0([]).read(bytes(4) + b"\xff" * 200_000)
+
+
 def test_null_array_of_an_answer_is_empty() -> None:
     frame = bytes(4) + struct.pack(">hi", 0, -1)
     assert schemas.ApiVersionsV0().read(frame).api_versions == []

@@ -190,7 +190,8 @@ class Database:
             dry_run: only return the SQL.
 
         Raises:
-            ConfigurationError: tables of a newer version, or no right: nothing is changed.
+            ConfigurationError: tables of a newer version or of none, or no right: nothing is
+                changed.
             DatabaseUnavailable: also while another session uses the tables.
         """
         with self.explained(_FIRST_STEP):

@@ -167,6 +167,8 @@ def _sqlite_fault(error: BaseException) -> Fault:
             return Fault.BUSY
         case sqlite3.SQLITE_IOERR | sqlite3.SQLITE_CANTOPEN | sqlite3.SQLITE_FULL:
             return Fault.UNAVAILABLE
+        case sqlite3.SQLITE_NOTADB:
+            return Fault.UNAVAILABLE  # the path is wrong
         case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_PERM | sqlite3.SQLITE_AUTH:
             return Fault.DENIED
     if "duplicate column name" in str(error):

@@ -181,16 +181,17 @@ def migrate(
         dry_run: only return the SQL.
 
     Raises:
-        ConfigurationError: tables are of a newer version.
+        ConfigurationError: tables are of a newer version, or of none.
     """
     if not dry_run:
         yield from _lock_tables(dialect)
     executed = []
     for tables in sets:
         versions = yield from stored_versions(dialect, tables)
-        if max(versions, default=0) > tables.version:
-            check_versions(database, tables, versions)
-        for sql in tables.statements(dialect, min(versions)) if versions else ():
+        if versions is None:
+            continue
+        check_versions(database, tables, versions, oldest=1)
+        for sql in tables.statements(dialect, min(versions)):
             executed.append(sql)
             if not dry_run:
                 yield Query(sql)
@@ -229,10 +230,10 @@ def check(dialect: Dialect, database: str, tables: TableSet = CONSUMING) -> Step
     return file
 
 
-def stored_versions(dialect: Dialect, tables: TableSet) -> Steps[list[int]]:
-    """Return the versions in the database; none: the tables are to be created."""
+def stored_versions(dialect: Dialect, tables: TableSet) -> Steps[list[int] | None]:
+    """Return the versions in the database; None: the tables are to be created."""
     found = yield Query(dialect.columns, (tables.versioned,))
-    return (yield from _versions(tables)) if found.rows else []
+    return (yield from _versions(tables)) if found.rows else None
 
 
 def _versions(tables: TableSet) -> Steps[list[int]]:
@@ -240,21 +241,25 @@ def _versions(tables: TableSet) -> Steps[list[int]]:
     return [int(row[0]) for row in result.rows]
 
 
-def check_versions(database: str, tables: TableSet, versions: Sequence[int]) -> None:
+def check_versions(
+    database: str, tables: TableSet, versions: Sequence[int], *, oldest: int | None = None
+) -> None:
     """Check that tables are of the version that this txbroker uses.
 
     Args:
         database: its name for messages.
         versions: those in the database.
+        oldest: the oldest version to accept, by default the one that this txbroker uses.
 
     Raises:
         ConfigurationError: names the tables and the next step.
     """
-    if list(versions) == [tables.version]:
+    oldest = tables.version if oldest is None else oldest
+    if versions and oldest <= min(versions) <= max(versions) <= tables.version:
         return
     shown = ", ".join(map(str, versions)) or "none"
     step = "run `txbroker databases migrate URL`"
-    if not versions:
+    if min(versions, default=0) < 1:
         step = f"restore the rows of {tables.versioned}"
     elif max(versions) > tables.version:
         step = "use the newer txbroker that migrated them"

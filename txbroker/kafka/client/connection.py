@@ -20,10 +20,10 @@ import structlog
 from aiokafka.conn import OAuthAuthenticator as LibraryAuthenticator
 from aiokafka.conn import SaslPlainAuthenticator, ScramAuthenticator
 from aiokafka.errors import (
-    CorrelationIdError,
     IncompatibleBrokerVersion,
     KafkaConnectionError,
     KafkaError,
+    KafkaProtocolError,
     SaslAuthenticationFailed,
     UnsupportedSaslMechanismError,
     for_code,
@@ -184,7 +184,7 @@ class BrokerConnection(asyncio.Protocol):
                 at = end
         except Exception as error:
             # After an answer that does not decode no other can be trusted.
-            self.close(error)
+            self.close(KafkaProtocolError(f"the broker's answer cannot be read ({error!r})"))
             return
         if at or data is not self._rest:
             self._rest = bytearray(data[at:])
@@ -194,7 +194,7 @@ class BrokerConnection(asyncio.Protocol):
         number, request, timer, answer = self._requests[0]
         (answered,) = _SIZE.unpack_from(frame)
         if answered != number:
-            raise CorrelationIdError(f"request {number} is next, the answer is to {answered}")
+            raise ValueError(f"request {number} is next, the answer is to {answered}")
         if not answer.done():
             answer.set_result(request.read(frame))
         timer.cancel()
@@ -280,31 +280,30 @@ class _Authenticator(LibraryAuthenticator):
 
 
 async def _log_in(connection: BrokerConnection, sasl_mechanism: str, **arguments: Any) -> None:
-    try:
-        answer = await connection.send(SaslHandshakeV1(sasl_mechanism))
-    except NotImplementedError:
-        raise IncompatibleBrokerVersion(
-            "it only supports logins of Kafka before 1.0: upgrade the brokers"
-        ) from None
-    if answer.error_code:
-        raise for_code(answer.error_code)()
-    if sasl_mechanism not in answer.enabled_mechanisms:
-        raise UnsupportedSaslMechanismError(sasl_mechanism)
     authenticator = _authenticator(sasl_mechanism, arguments)
     try:
+        answer = await connection.send(SaslHandshakeV1(sasl_mechanism))
+        if answer.error_code:
+            raise for_code(answer.error_code)()
+        if sasl_mechanism not in answer.enabled_mechanisms:
+            raise UnsupportedSaslMechanismError(sasl_mechanism)
         step = await authenticator.step(None)
         while step is not None:
             answer = await connection.send(SaslAuthenticateV1(step[0]))
             if answer.error_code:
-                raise for_code(answer.error_code)(answer.error_message)
+                raise for_code(answer.error_code)(*filter(None, [answer.error_message]))
             if answer.session_lifetime_ms > 0:
                 connection.expire_after(answer.session_lifetime_ms / 1000)
-            step = await authenticator.step(answer.auth_bytes)
+            step = await authenticator.step(answer.auth_bytes or b"")
     except ssl.SSLError:
         raise  # some are ValueErrors, too
-    except (ValueError, KeyError, AssertionError):
-        # Raised by SCRAM for an invalid answer.
-        raise SaslAuthenticationFailed("the broker's part of the SCRAM login is invalid") from None
+    except NotImplementedError as error:
+        raise IncompatibleBrokerVersion(str(error)) from None
+    except (ValueError, KeyError, AssertionError, OverflowError):
+        # Raised by the library for an invalid answer.
+        raise SaslAuthenticationFailed from KafkaProtocolError(
+            f"the broker's part of the {sasl_mechanism} login is invalid"
+        )
 
 
 def _authenticator(mechanism: str, arguments: dict[str, Any]) -> Any:
@@ -330,7 +329,7 @@ def _token_refusal(payload: bytes) -> str:
 
 def why_not(error: BaseException, host: str, arguments: dict[str, Any]) -> str:
     """Return why a connection failed, as the end of a sentence. Never contains a secret."""
-    for cause in _causes(error):
+    for cause in reversed([*_causes(error)]):
         if reason := _about(cause, host, arguments):
             return f": {reason}"
     return f" ({_plainly(error)}): check that it is running, and its address"
@@ -363,7 +362,12 @@ def _about(error: BaseException, host: str, arguments: dict[str, Any]) -> str:
         return _about_certificate(error, host)
     if isinstance(error, ssl.SSLError):
         return _about_tls(error)
-    if isinstance(error, ConnectionResetError) or _closed(error):
+    if isinstance(error, KafkaProtocolError):
+        return f"{error.args[0]}: check that only a Kafka broker answers at this address"
+    if isinstance(error, IncompatibleBrokerVersion):
+        return f"{error.args[0]}: upgrade the brokers"
+    closed = isinstance(error, KafkaConnectionError) and "closed" in str(error)
+    if closed or isinstance(error, ConnectionResetError):
         return (
             "the broker closes the connection: check that this port speaks kafka_security_protocol "
             f"{protocol}"
@@ -371,12 +375,6 @@ def _about(error: BaseException, host: str, arguments: dict[str, Any]) -> str:
     if isinstance(error, KafkaError):
         return _about_login(error, arguments)
     return ""
-
-
-def _closed(error: BaseException) -> bool:
-    if not isinstance(error, KafkaConnectionError) or "closed" not in str(error):
-        return False
-    return not any(isinstance(cause, ssl.SSLError) for cause in _causes(error))
 
 
 def _about_certificate(error: ssl.SSLCertVerificationError, host: str) -> str:

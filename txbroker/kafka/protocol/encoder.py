@@ -35,6 +35,7 @@ _SIZE_BYTES = 4
 _CORRELATION_ID_BYTES = 4
 _NO_TAGS = b"\0"
 _NAMES_MAX = 4096
+_VARINT_BYTES_MAX = 10
 _CODES = {"i8": "b", "i16": "h", "i32": "i", "i64": "q", "bool": "?", "uuid": "16s"}
 _TOKEN = re.compile(r"(\w+):(\w+)(?:=(-?\w+))?|(\w+)\[(\w+)\]|(\w+)\[|(\])")
 
@@ -411,12 +412,13 @@ def _cut() -> None:
 
 
 def _read_varint(frame: bytes, at: int) -> tuple[int, int]:
-    number = shift = 0
-    while (byte := frame[at]) > 0x7F:
-        number |= (byte & 0x7F) << shift
-        shift += 7
-        at += 1
-    return number | byte << shift, at + 1
+    number = 0
+    for end in range(at, at + _VARINT_BYTES_MAX):
+        byte = frame[end]
+        number |= (byte & 0x7F) << 7 * (end - at)
+        if byte <= 0x7F:
+            return number, end + 1
+    raise ValueError("a varint is too long")
 
 
 def _read_tags(frame: bytes, at: int) -> tuple[dict[int, bytes], int]:
