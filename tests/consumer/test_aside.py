@@ -14,7 +14,8 @@ from txbroker.consumer.asides import released, topic
 from txbroker.consumer.engine import failures as consumer_failures
 from txbroker.core.consuming.copies import ASIDE_PARTITIONS, spread
 from txbroker.core.consuming.position import StoredOffset
-from txbroker.core.records import Record
+from txbroker.core.records import Partition, Record
+from txbroker.errors import KafkaUnavailable
 from txbroker.testing.consuming import MemoryConsumingDoor
 
 BUG = ValueError("bug")
@@ -331,6 +332,36 @@ async def test_released_key_that_fails_again_needs_no_room(
         await until(lambda: len(world.records("aside")) == 4)  # the release, and its end
         assert handler.seen.count("bad") == 2
         assert not counted(consumer, "aside_full")
+
+
+@pytest.mark.rule(37)
+async def test_claim_that_fails_after_its_commit_counts_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise messages are handled one at a time, as after processes that ended."""
+    world.produce("a=bad", partition=0)
+    async with world.running(Handler(bad=BUG), **ASIDE | {"local_attempts_max": 1}):
+        await until(lambda: len(world.records("aside")) == 1)
+    settled_end, failures = MemoryConsumingDoor.settled_end, 3
+
+    async def fail_at_first(self: MemoryConsumingDoor, partition: Partition) -> int:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise KafkaUnavailable("no leader")
+        return await settled_end(self, partition)
+
+    monkeypatch.setattr(MemoryConsumingDoor, "settled_end", fail_at_first)
+    world.produce("b=1", "c=2", "d=3", partition=0)
+    handler, gate = Handler(), asyncio.Event()
+
+    async def wait(message: ReceivedMessage) -> None:
+        handler.seen.append(text(message))
+        await gate.wait()
+
+    async with world.running(wait, **ASIDE):
+        await until(lambda: len(handler.seen) == 3)
+        gate.set()
 
 
 @pytest.mark.parametrize("batch", [0, 1, 3])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.consumer_world import TIMING, Handler, World, counted, text
+from tests.kit.consumer_world import GROUP, TIMING, Handler, World, counted, text
 from tests.kit.until import until
 from txbroker.consumer import (
     Consumer,
@@ -28,7 +28,7 @@ from txbroker.core.consuming.position import (
     encode_metadata,
 )
 from txbroker.errors import ConfigurationError
-from txbroker.testing.consuming import MemoryMember
+from txbroker.testing.consuming import MemoryConsumingDoor, MemoryMember
 from txbroker.testing.topics import LostReply
 
 
@@ -565,3 +565,91 @@ async def test_outputs_are_refused_after_a_later_copy_failed(prices: Prices) -> 
         prices.release(b"bad")
         await until(lambda: consumer.statistics().aside_keys == 0)
     assert prices.prices == ["1", "2"]
+
+
+# --- refused copies --------------------------------------------------------------------------
+
+
+async def test_refused_outputs_keep_the_order_of_their_key(prices: Prices) -> None:
+    """The dead letter in their place is refused, too, while a later message is handled."""
+    topics = ("prices", f"txbroker.dead.{GROUP}")
+    handler = Pricing()
+    gate = handler.shut("1")
+
+    async def handle(message: ReceivedMessage, out: Outputs) -> None:
+        if text(message) == "0":
+            for topic in topics:
+                prices.kafka.set_authorized(topic, authorized=False)
+        await handler(message, out)
+
+    prices.produce("a=0", "a=1", "a=2")
+    async with prices.running(handle, on_failure="wait") as consumer:
+        await until(lambda: counted(consumer, "copy_refused") >= 1)
+        for topic in topics:
+            prices.kafka.set_authorized(topic, authorized=True)
+        gate.set()
+        await prices.commits(3)
+    assert handler.seen == prices.prices == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+async def test_refused_clearance_waits_and_loses_nothing(prices: Prices, staged: bool) -> None:
+    """The outputs are not at fault, and later copies of the key are handled meanwhile."""
+    aside = f"txbroker.aside.{GROUP}"
+    handler = Pricing(**{str(n): ValueError("bug") for n in range(3)})
+
+    async def handle(message: ReceivedMessage, out: Outputs) -> None:
+        if not handler.failing and text(message) == "0":
+            prices.kafka.set_authorized(aside, authorized=False)
+        await handler(message, out)
+
+    async def later(_message: ReceivedMessage) -> None: ...
+
+    prices.produce(*(f"bad={n}" for n in range(3)))
+    run = {"then": [later]} if staged else {}
+    options = {"on_failure": "aside", "local_attempts_max": 1, "drain_s": 0.1}
+    async with prices.running(handle, run=run, **options) as consumer:
+        await prices.commits(3)
+        handler.failing.clear()
+        handler.seen.clear()
+        prices.release(b"bad")
+        await until(lambda: counted(consumer, "copy_refused") >= 2)
+        prices.kafka.set_authorized(aside, authorized=True)
+        await until(lambda: consumer.statistics().aside_keys == 0)
+    assert handler.seen == prices.prices == ["0", "1", "2"]
+    assert prices.values("dead") == []
+
+
+@pytest.mark.parametrize("slow", ["commit", "target"])
+async def test_time_in_which_kafka_is_slow_is_not_the_handler_s(
+    prices: Prices, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    commit, target, until_s = MemoryMember.commit, MemoryConsumingDoor.target, 0.6
+    passed = 0.0
+
+    async def wait() -> None:
+        nonlocal passed
+        if passed < until_s:
+            passed += until_s
+            await asyncio.sleep(until_s)
+
+    async def slow_commit(self: MemoryMember, offsets: Any, copies: Any = ()) -> Any:
+        if copies:
+            await wait()
+        return await commit(self, offsets, copies)
+
+    async def slow_target(self: MemoryConsumingDoor, topic: str, prefix: str) -> Any:
+        await wait()
+        return await target(self, topic, prefix)
+
+    monkeypatch.setattr(MemoryMember, "commit", slow_commit if slow == "commit" else commit)
+    monkeypatch.setattr(MemoryConsumingDoor, "target", slow_target if slow == "target" else target)
+
+    async def later(_message: ReceivedMessage) -> None: ...
+
+    prices.produce("a=0", "b=1")
+    options = {"on_failure": "skip", "local_attempts_max": 1, "handler_timeout_s": 0.2}
+    async with prices.running(Pricing(), run={"then": [later]}, **options):
+        await prices.commits(2)
+    assert sorted(prices.prices) == ["0", "1"]
+    assert prices.values("dead") == []

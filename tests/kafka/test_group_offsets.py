@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -26,11 +27,13 @@ from txbroker.core.consuming.position import StoredOffset
 from txbroker.core.records import Partition, Record
 from txbroker.door.writing import Copy, Fenced, Refused
 from txbroker.errors import InvariantBroken, KafkaUnavailable
-from txbroker.kafka.client.client import GROUP, Client, Unanswered
+from txbroker.kafka.client import transaction
+from txbroker.kafka.client.client import GROUP, Client, KafkaRefused, Unanswered
 from txbroker.kafka.client.producer import Producer
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
 from txbroker.kafka.door.group_offsets import CommittedOffsets
+from txbroker.kafka.protocol.codes import Code
 from txbroker.kafka.protocol.schemas import JoinGroupV5, LeaveGroupV3, SyncGroupV3
 from txbroker.net.timers import Backoff
 
@@ -468,3 +471,22 @@ async def test_next_owner_does_not_wait_for_a_cancelled_commit(
             copies = await group.copies()
         assert stored is not None
         assert copies == [b"1", b"2"][: stored.offset]
+
+
+@pytest.mark.rule(46)
+async def test_refused_offsets_leave_nothing_open(
+    both: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers of the copies would wait until the transaction times out."""
+    member, offsets = await both.member(exact=True)
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise KafkaRefused(Code.GROUP_AUTHORIZATION_FAILED)
+
+    monkeypatch.setattr(transaction, "store_offsets", refuse)
+    with pytest.raises(KafkaUnavailable):
+        await offsets.commit({both.at: StoredOffset(1, "")}, [both.copy()])
+    began_s = time.monotonic()
+    await until(both._settled)
+    assert time.monotonic() - began_s < 2
+    await member.leave()

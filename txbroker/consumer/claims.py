@@ -136,7 +136,6 @@ class PartitionReader:
         self._engine = engine
         self._door = door
         self._options = options
-        self._loop = asyncio.get_running_loop()
         self._partitions: dict[Partition, PartitionState] = {}
         self._target: frozenset[Partition] = frozenset()
         self._news = asyncio.Event()
@@ -218,8 +217,8 @@ class PartitionReader:
             self._background.start(self._continue_after_gap(owned))
         elif isinstance(error, OffsetMissing | FetchingEnded):
             self._engine.fail(error)
-        elif self._loop.time() - self._warned_s > _WARNING_S:
-            self._warned_s = self._loop.time()
+        elif self._engine.time() - self._warned_s > _WARNING_S:
+            self._warned_s = self._engine.time()
             log.warning("fetch failed", partition=partition, error=safe_repr(error))
 
     def _fenced(self, partition: PartitionState) -> None:
@@ -229,7 +228,7 @@ class PartitionReader:
             log.warning("partition fenced", partition=partition.place, token=partition.token)
             self._engine.settlement.counts["fenced"] += 1
             self._drop(partition)
-            self._loop.call_later(_PAUSE_S, self._news.set)
+            asyncio.get_running_loop().call_later(_PAUSE_S, self._news.set)
 
     # --- claim -------------------------------------------------------------------------------
 

@@ -161,8 +161,12 @@ class MemoryWriter(Writer):
             self._send(transaction)
             if position is not None:
                 self._store_position(transaction, position)
-            for each in offsets:
-                self._kafka.group(each.group).check(each)
+            try:
+                for each in offsets:
+                    self._kafka.group(each.group).check(each)
+            except Fenced:
+                self._claimed = True  # another generation; the writer's id is still its own
+                raise
             self._kafka.finish(transaction, lost)
         finally:
             if transaction.committed:
