@@ -592,6 +592,7 @@ async def test_refused_outputs_keep_the_order_of_their_key(prices: Prices) -> No
     assert handler.seen == prices.prices == ["0", "1", "2"]
 
 
+@pytest.mark.rule(44)
 @pytest.mark.parametrize("staged", [False, True])
 async def test_refused_clearance_waits_and_loses_nothing(prices: Prices, staged: bool) -> None:
     """The outputs are not at fault, and later copies of the key are handled meanwhile."""
