@@ -140,8 +140,10 @@ def shape_of(seed: int, without: frozenset[str]) -> ConsumerShape:
         order == "key" or mode == ""
     ):  # where a key is set aside, its partition has no order
         failures.append("aside")
+    if not once and random.Random(f"refuses {seed}").random() < 0.25:
+        kinds = (*kinds, "topic refuses")
     return ConsumerShape(
-        kinds=tuple(kind for kind in kinds if kind not in unfit),
+        kinds=tuple(kind for kind in kinds if kind not in {*unfit, *without}),
         faults=draw.randint(1, 7),
         store=store,
         once=once,
@@ -334,7 +336,7 @@ class Consumers(Room):
             SimConsumer(f"consumer-{number}", self, str(seed)) for number in range(shape.consumers)
         ]
         self.faults = ConsumerFaults(
-            shape, self.random, self.network, self.consumers, self.main, (), self._note
+            shape, self.random, self.network, self.consumers, self.main, self.topics, self._note
         )
         self.faults.databases = self.databases
 

@@ -337,6 +337,14 @@ class Faults:
         self._later(until_s, take)
         return topic
 
+    def _topic_refuses(self, until_s: float) -> str:
+        topic = self._random.choice(self._targets)
+        for (name, _), log in self._cluster.logs.items():
+            if name == topic:
+                log.refuses = True
+                self._later(until_s, setattr, log, "refuses", False)
+        return topic
+
     def _stranger_hangs(self, until_s: float) -> str:
         names = [name for name in self._cluster.logs if name[0] not in self.never_hung]
         name = self._random.choice(names)
@@ -384,6 +392,7 @@ class Faults:
         self._cluster.marker_s = SWIFT_S
         for (topic, _), log in self._cluster.logs.items():
             log.learns = (0.0, 0)
+            log.refuses = False
             if log.leader < 0:
                 log.leader = 0
             if topic in self._targets:

@@ -24,6 +24,7 @@ from txbroker.kafka.protocol.batch import batch_body, encode_batch
 
 NONE, OUT_OF_RANGE, UNKNOWN_TOPIC, NO_LEADER, NOT_LEADER = 0, 1, 3, 5, 6
 TOO_LARGE, NO_COORDINATOR, NOT_COORDINATOR, OUT_OF_ORDER, DUPLICATE = 10, 15, 16, 45, 46
+NO_RIGHT = 29
 OFFSET_UNKNOWN = 78
 BAD_EPOCH, BAD_STATE, BAD_MAPPING, CONCURRENT = 47, 48, 49, 51
 
@@ -72,6 +73,8 @@ class Log:
         self.leader = leader
         self.append_time = append_time
         self.bytes_max = bytes_max
+        self.refuses = False
+        """Only other clients may write to it, see `Cluster.append_plainly`."""
         self.begin = 0
         self.end = 0
         self.plain = 0
@@ -94,6 +97,8 @@ class Log:
         attributes, producer, epoch, sequence, count = fields[5], *fields[9:13]
         if len(data) > self.bytes_max:
             return TOO_LARGE, -1, -1
+        if self.refuses and producer != _PLAIN:
+            return NO_RIGHT, -1, -1
         known = self.producers.get(producer)
         if known is None or epoch > known.epoch:
             known = self.producers[producer] = _Sequences(epoch)
