@@ -37,9 +37,18 @@ class HandlerCall:
         try:
             yield
         finally:
-            self.untimed = False
-            self.since_s = asyncio.get_running_loop().time()  # later stages follow
+            self.resume_timeout()
+
+    def resume_timeout(self) -> None:
+        """Apply the timeout to later stages, which follow."""
+        self.untimed, self.since_s = False, asyncio.get_running_loop().time()
 
     def cancel(self, reason: BaseException | None) -> None:
         """Cancel the handler, if it can be. The messages fail for this reason, None: they are given
         back."""
+
+
+def call_of(message: ReceivedMessage) -> HandlerCall | None:
+    """Return the call that has a message; None: it is not in flight."""
+    call: HandlerCall | None = message.feed.partition.in_flight.get(message)
+    return call

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import structlog
 
 from txbroker.consumer.engine.arrivals import Arrivals
-from txbroker.consumer.engine.calls import HandlerCall
+from txbroker.consumer.engine.calls import HandlerCall, call_of
 from txbroker.consumer.engine.failures import Failures
 from txbroker.consumer.engine.memory import Memory
 from txbroker.consumer.engine.partitions import Partitions
@@ -30,6 +30,7 @@ from txbroker.door.writing import Copy
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
+_IN_FLIGHT = TAKE.after
 SWEEP_S = 0.05
 """The time between looks at leases, delays, due times and timeouts."""
 
@@ -98,7 +99,7 @@ class Engine:
             message = self.queues.take(call if together else None, more=more)
             if message is None:
                 return None
-            partition, message.state = message.feed.partition, TAKE.after
+            partition, message.state = message.feed.partition, _IN_FLIGHT
             partition.in_flight[message] = call
             aside, key = partition.aside, message.record.key
             if (aside.keys or aside.pending) and message.feed is partition.log and key in aside:
@@ -135,10 +136,6 @@ class Engine:
             del found[alone:]
         return found
 
-    def call_of(self, message: ReceivedMessage) -> HandlerCall | None:
-        """Return the call that has a message; None: it is not in flight."""
-        return self.partitions.call_of(message)
-
     @property
     def in_flight(self) -> list[ReceivedMessage]:
         """The messages that are being handled."""
@@ -154,7 +151,7 @@ class Engine:
     def produce(self, message: ReceivedMessage, outputs: Sequence[Copy], call: HandlerCall) -> None:
         """The handler has succeeded, with outputs to be stored with the position of the message.
         Ignored if the call does not have it any more."""
-        if self.call_of(message) is call:
+        if call_of(message) is call:
             self._failures.produce(message, outputs)
             self.partitions.note_end()
 
@@ -162,7 +159,7 @@ class Engine:
         self, message: ReceivedMessage, error: BaseException, call: HandlerCall
     ) -> None:
         """The handler has failed with a message; ignored as by `produce`."""
-        if self.call_of(message) is call:
+        if call_of(message) is call:
             if message.lane is not None and not self.before:
                 self._hold_followers(message, message.lane)
             self._failures.fail(message, error)
@@ -170,7 +167,7 @@ class Engine:
 
     def cancelled(self, messages: Sequence[ReceivedMessage], call: HandlerCall) -> None:
         """The handler of messages was cancelled: they are handled again; at most once: dropped."""
-        mine = [message for message in messages if self.call_of(message) is call]
+        mine = [message for message in messages if call_of(message) is call]
         for message in mine:
             message.attempt += 1
             if self.before:
@@ -190,7 +187,7 @@ class Engine:
     def report(self, message: ReceivedMessage, error: Exception | None) -> None:
         """Take a result from the user's code, in any thread. While the handler of a batch runs it
         is kept until the end of the batch, so that the order of its lanes holds."""
-        call = self.call_of(message)
+        call = call_of(message)
         if call is None:
             return
         reports = call.reports  # other threads may end the batch

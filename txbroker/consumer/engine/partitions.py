@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import structlog
 
-from txbroker.consumer.engine.calls import HandlerCall
+from txbroker.consumer.engine.calls import HandlerCall, call_of
 from txbroker.consumer.engine.memory import Flow, Memory
 from txbroker.consumer.engine.stops import Alone, Suspensions
 from txbroker.consumer.engine.waiting import Waiting
@@ -103,11 +103,6 @@ class Partitions:
         elif self.waiting.takers and not self.waiting.asked:
             self.waiting.ask()
 
-    def call_of(self, message: ReceivedMessage) -> HandlerCall | None:
-        """Return the call that has a message; None: it is not in flight."""
-        call: HandlerCall | None = message.feed.partition.in_flight.get(message)
-        return call
-
     async def note_alone(self, call: HandlerCall) -> bool:
         """Note the message that is handled alone in the stored position. Return whether its handler
         may be called now; otherwise it was given back.
@@ -125,10 +120,10 @@ class Partitions:
                 await commits.flush([partition])
             except KafkaUnavailable as error:
                 log.warning("positions not stored", error=safe_repr(error))
-                if self.call_of(message) is call:
+                if call_of(message) is call:
                     self.give_back([message])
                     await asyncio.sleep(_NOT_NOTED_PAUSE_S)
-        return self.call_of(message) is call
+        return call_of(message) is call
 
     def interrupt(self, partition: PartitionState) -> None:
         """Cancel the handlers of a partition's messages in flight. Each message is given back when

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
-from operator import attrgetter
 
 import structlog
 
@@ -18,7 +16,7 @@ from txbroker.core.consuming.lifecycle import FINISH, MessageEvent
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
-_feed_of = attrgetter("feed")
+_DONE, _finish = FINISH
 
 
 class Settlement:
@@ -53,21 +51,22 @@ class Settlement:
             handled: the handler has succeeded with them.
         """
         # Hot path: messages one by one take four Python calls here.
-        partitions = self._partitions
-        for feed, group in groupby(messages, _feed_of):
-            partition, done = feed.partition, []
-            in_flight = partition.in_flight
-            for message in group:
-                if in_flight.get(message) is call:
-                    message.state = FINISH.after
-                    done.append(message)
-            if not done:
-                continue
-            if handled:
-                self.handled += len(done)
-            FINISH.effect(partition, feed, done, None)
+        partitions, done = self._partitions, []
+        for message in messages:
+            if message.feed.partition.in_flight.get(message) is call:
+                message.state = _DONE
+                done.append(message)
+        if handled:
+            self.handled += len(done)
+        while done:
+            feed, mine = done[0].feed, done
+            done = [] if len(done) == 1 else [each for each in done if each.feed is not feed]
+            if done:
+                mine = [each for each in mine if each.feed is feed]
+            partition = feed.partition
+            _finish(partition, feed, mine, None)
             if feed is partition.log and not self._before:
-                partitions.commits[partition].changed(partition, len(done))
+                partitions.commits[partition].changed(partition, len(mine))
             elif partition.gate:
                 partitions.commits[partition].changed(partition, 0)
             if partitions.memory.paused:

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import structlog
 from msgspec import Struct
 
-from txbroker.consumer.engine.calls import HandlerCall
+from txbroker.consumer.engine.calls import HandlerCall, call_of
 from txbroker.consumer.engine.loop import Engine
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.errors import ConfigurationError
@@ -145,7 +145,7 @@ async def take(
 
     def mine() -> list[ReceivedMessage]:
         # One that was given back and taken again has its last place.
-        found = [each for each in reversed(messages) if engine.call_of(each) is call]
+        found = [each for each in reversed(messages) if call_of(each) is call]
         return list(dict.fromkeys(found))[::-1]
 
     call.collecting = True
@@ -254,7 +254,7 @@ class Workers:
             messages: Sequence[ReceivedMessage], fresh: Sequence[ReceivedMessage], argument: Any
         ) -> None:
             # The partitions of some may be lost meanwhile.
-            calls = map(engine.call_of, messages)
+            calls = map(call_of, messages)
             by = next((each for each in calls if each is not None), None)
             reports = None if by is None else by.reports
             failed = {} if reports is None else reports  # it grows while the stages run
@@ -307,7 +307,7 @@ class Workers:
             finally:
                 for message in messages if after is not None else ():
                     assert after is not None
-                    by = self._engine.call_of(message)
+                    by = call_of(message)
                     reports = by.reports if by is not None else None
                     await self._after(after, message, (reports or {}).get(message, error))
 
@@ -388,6 +388,7 @@ class _Worker(HandlerCall):
     async def _run(self) -> None:
         engine, handler, batch = self._engine, self._handler, self._options.batch
         exact = self._options.results is not None
+        partitions, finish = engine.partitions, engine.settlement.finish
         time = asyncio.get_running_loop().time
         began_s = time()
         while True:
@@ -403,8 +404,8 @@ class _Worker(HandlerCall):
                 await engine.wait()
                 began_s = time()
                 continue
-            if argument is engine.partitions.alone.message:
-                if not await engine.partitions.note_alone(self):
+            if argument is partitions.alone.message:
+                if not await partitions.note_alone(self):
                     continue
                 engine.now_s = time()
             messages = argument if batch else (argument,)
@@ -419,9 +420,13 @@ class _Worker(HandlerCall):
             except (Exception, asyncio.CancelledError) as raised:
                 error = raised
             self.since_s = None
-            if error is None and not (self.reports or self.outputs or self.interrupted):
-                self.reports = None
-                engine.settlement.finish(messages, self)
+            if error is None and not (self.reports or self.interrupted):
+                outputs, self.outputs, self.reports = self.outputs, (), None
+                if outputs:
+                    for message in messages:
+                        engine.produce(message, outputs, self)
+                else:
+                    finish(messages, self)
             else:
                 self._settle(messages, error)
             if self.task.cancelling():
@@ -500,7 +505,7 @@ class _Worker(HandlerCall):
         exact, before = self._options.results is not None, self._engine.before
         lanes = set()
         for message in messages:
-            if self._engine.call_of(message) is not self:
+            if call_of(message) is not self:
                 continue
             result = reports.get(message, error)
             if divided and (exact or message not in reports):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import structlog
 
+from txbroker.consumer.engine.calls import call_of
 from txbroker.consumer.engine.loop import Engine
 from txbroker.consumer.engine.workers import (
     Call,
@@ -159,19 +159,21 @@ class KafkaResults:
                 await run(argument, out)
             finally:
                 sent = out.end()
-            by = engine.call_of(message)
-            with contextlib.nullcontext() if by is None else by.pause_timeout():
-                try:
-                    time_ms = message.record.timestamp_ms
-                    copies = await placing.copies(sent, message.partition, time_ms)
-                except MessagesRefused as error:
-                    raise Reject(str(error)) from None
+            if (by := call_of(message)) is None:
+                raise RolledBack  # its partition is lost
+            by.untimed = True
+            try:
+                time_ms = message.record.timestamp_ms
+                copies = await placing.copies(sent, message.partition, time_ms)
                 failpoint("consumer.outputs_collected")
                 if engine.settlement.staged:
                     await self._store(engine, message, copies, message.feed.stage_mark(message))
-            by = engine.call_of(message)
-            if by is not None and not engine.settlement.staged:
-                by.outputs = [*copies, *message.feed.clearance(message)]
+                elif call_of(message) is by:
+                    by.outputs = [*copies, *message.feed.clearance(message)]
+            except MessagesRefused as error:
+                raise Reject(str(error)) from None
+            finally:
+                by.resume_timeout()
 
         return call
 

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+from txbroker.consumer.engine.calls import call_of
 from txbroker.consumer.engine.loop import Engine
 from txbroker.consumer.engine.workers import Handler, RolledBack, until_end
 from txbroker.consumer.message import ReceivedMessage
@@ -86,7 +87,7 @@ class ResultTransaction:
             TransactionPart(feed, by_feed[feed], engine.order, staged=engine.settlement.staged)
             for feed in sorted(by_feed, key=lambda feed: feed.partition.place)
         ]
-        self._call = engine.call_of(messages[0])
+        self._call = call_of(messages[0])
         self.locks_first = False
         self.handled = False
         self.own_opened = 0

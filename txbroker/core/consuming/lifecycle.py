@@ -109,15 +109,19 @@ def apply_event(
     Returns:
         Those whose state allowed it; the others are left as they are.
     """
+    rules, last, mine = _BY_EVENT[event], None, list[Any]()
     changed: dict[MessageRule, list[Any]] = {}
     for message in messages:
-        rule = RULES.get((message.state, event))
-        if rule is not None:
-            message.state = rule.after
-            changed.setdefault(rule, []).append(message)
+        rule = rules.get(message.state)
+        if rule is None:
+            continue
+        if rule is not last:
+            last, after, mine = rule, rule.after, changed.setdefault(rule, [])
+        message.state = after
+        mine.append(message)
     for rule, mine in changed.items():
         rule.effect(partition, mine[0].feed, mine, detail)
-    return list(chain.from_iterable(changed.values()))
+    return mine if len(changed) == 1 else list(chain.from_iterable(changed.values()))
 
 
 def _admit(partition: Partition, feed: MessageFeed, messages: Sequence[Any], _: Any) -> None:
@@ -190,4 +194,8 @@ RULES: dict[tuple[MessageState, MessageEvent], MessageRule] = {
     (MessageState.IN_FLIGHT, MessageEvent.WITHHOLD): MessageRule(MessageState.WITHHELD, _end_calls),
     (MessageState.COPYING, MessageEvent.STORED): FINISH,
     (MessageState.SENT, MessageEvent.STORED): MessageRule(MessageState.DONE, _count_done),
+}
+_BY_EVENT: dict[MessageEvent, dict[MessageState, MessageRule]] = {
+    event: {state: rule for (state, each), rule in RULES.items() if each is event}
+    for event in MessageEvent
 }
