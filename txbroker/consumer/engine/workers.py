@@ -423,8 +423,7 @@ class _Worker(HandlerCall):
             if error is None and not (self.reports or self.interrupted):
                 outputs, self.outputs, self.reports = self.outputs, (), None
                 if outputs:
-                    for message in messages:
-                        engine.produce(message, outputs, self)
+                    engine.produce(messages[0], outputs, self)  # a batch has none
                 else:
                     finish(messages, self)
             else:
