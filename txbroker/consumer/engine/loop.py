@@ -1,7 +1,7 @@
 """Hands out messages, takes their results, and applies the failure policy.
 
 Workers, pulled messages and batches use the same two steps: `next` and `finish`. Between them a
-message is in flight and occupies its lane. The engine alone changes `PartitionState`.
+message is in flight and occupies its lane.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """One partition of a consumer: its messages, their progress, and its set-aside keys.
 
-Pure: no I/O, no clock. The engine alone changes it; the methods are the events of a partition.
+Pure: no I/O, no clock. The methods are the events of a partition; only `apply` changes the state of
+its messages. All is called in the event loop of the consumer.
 """
 
 from __future__ import annotations
