@@ -94,9 +94,7 @@ FILE_NOT_READ = Diagnosis(
 # --- half partitions -------------------------------------------------------------------------
 
 
-def _in_state(
-    state: str, todo: str, one: str, several: str, *, critical: bool = True, **rule: str
-) -> Diagnosis:
+def _in_state(state: str, todo: str, one: str, several: str, *, critical: bool = True) -> Diagnosis:
     known = {*service.HalfPartitionState, service.UNREACHABLE}
     return Diagnosis(
         alert="NotReady",
@@ -105,7 +103,6 @@ def _in_state(
         of_proxy=True,
         title=Wording(f"{{partitions}} {one}", f"{{partitions}} {several}"),
         todo=todo,
-        **rule,  # type: ignore[arg-type]
     )
 
 
@@ -117,12 +114,14 @@ STATES = (
         "is unreachable",
         "are unreachable",
     ),
-    _in_state(
-        service.HalfPartitionState.NONE,
-        "Calls for them wait. A change of owner takes seconds; if it lasts, check that proxies run "
-        "and reach Kafka.",
-        "has no owner",
-        "have no owner",
+    structs.replace(
+        _in_state(
+            service.HalfPartitionState.NONE,
+            "Calls for them wait. A change of owner takes seconds; if it lasts, check that proxies "
+            "run and reach Kafka.",
+            "has no owner",
+            "have no owner",
+        ),
         section="proxies",
         expr=f"""\
 max by ({_OF}) (

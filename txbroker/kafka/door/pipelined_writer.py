@@ -166,7 +166,7 @@ class PipelinedTxnWriter:
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Let nothing follow a failure, or what was cancelled: it is unknown what was sent."""
+        """Refuse all later calls after a failure or a cancellation: Kafka may have the records."""
         try:
             yield
         except BaseException as error:

@@ -171,7 +171,7 @@ class _Source:
 
     @contextmanager
     def block(self, line: str) -> Iterator[None]:
-        """Indent what is added within, after its first line."""
+        """Add a line, and indent the lines that are added within."""
         self.add(line)
         outside, self._indent = self._indent, f"{self._indent}    "
         yield
