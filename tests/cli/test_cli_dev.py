@@ -16,6 +16,7 @@ import pytest
 from tests.cli.terminals import Run
 from tests.kit.cli import Call, Dev, descendants, until_gone
 from tests.kit.secret_files import secret_file
+from tests.kit.until import free_ports
 from txbroker.cli.proxy.serving import rare_collections
 
 
@@ -95,8 +96,7 @@ def test_ctrl_c_during_start_leaves_nothing(tmp_path: Path) -> None:
 def test_terminal_gets_next_steps_and_sample_runs(
     tmp_path: Path, call: Call, on_terminal: Run
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     data = str(tmp_path / "data")
     options = ("--check-after-s", "1", "--kafka-port", str(port), "--listen", "127.0.0.1:0")
     shown = on_terminal("dev", "--data-dir", data, "--sample", *options)

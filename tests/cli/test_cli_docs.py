@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from tests.cli.terminals import on_terminal
 from tests.console import order_4711
 from tests.kit.cli import Call, Dev
 from tests.kit.pages import ID, ROOT, block, session
+from tests.kit.until import free_ports
 from txbroker.cli.main import cli
 
 
@@ -135,8 +135,7 @@ def test_the_python_example(dev: Dev, ask: Call, tmp_path: Path) -> None:
 
 
 def test_the_tutorial(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_ports(1)[0])
     page = (ROOT / "docs/start.md").read_text().replace("8471", port)
     script, output = tmp_path / "answer.py", tmp_path / "output"
     script.write_text(block("docs/start.md", "python").replace("8471", port))

@@ -99,7 +99,7 @@ FAULTS: dict[str, tuple[Callable[[Relays], None], str, CheckLevel, str]] = {
     ),
     "older tables of consumers": (
         lambda it: (it.database.create(), it.execute("UPDATE txbroker_schema SET version = 0"))[0],
-        "relays-versions", FAILS, "of version 0; this txbroker uses version 1: run `txbroker data",
+        "relays-versions", FAILS, "of version 0; this txbroker uses version 1: restore the rows of",
     ),
     "newer tables of consumers": (
         lambda it: (it.database.create(), it.execute("UPDATE txbroker_schema SET version = 7"))[0],

@@ -20,6 +20,7 @@ import pytest
 
 from tests.kit.cli import Result
 from tests.kit.secret_files import secret_file
+from tests.kit.until import free_ports
 from tests.secure.secret_proxy import RunningProxy, call, running_proxy, wait_until
 from tests.secure.secure_world import PASSWORD, USER, Issuer, SecureKafka
 from tests.tls.tls_files import Authority
@@ -75,8 +76,7 @@ class Planted:
             for name in ("token", "admin token", "peer secret")
         }
         self.files["group secret"] = secret_file(folder / GROUP, PLANTED["group secret"])
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.admin = f"127.0.0.1:{free.getsockname()[1]}"
+        self.admin = f"127.0.0.1:{free_ports(1)[0]}"
         login = kafka.options("CLEAR")
         del login["kafka_sasl_password_file"]
         self.options: Json = {**login, "topic_prefix": PREFIX, "partitions": 1}
