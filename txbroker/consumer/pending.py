@@ -43,8 +43,8 @@ class Pending(Struct, eq=False):
 class Storing(Protocol):
     """Takes the results of copies."""
 
-    def stored(self, pending: Pending) -> None:
-        """They are stored."""
+    def stored(self, pendings: Sequence[Pending]) -> None:
+        """Those of one partition are stored."""
 
     def refused(self, pending: Pending, error: Refused) -> Sequence[Copy] | None:
         """Those that `error` names cannot be stored. Return the copies to store in place of all;
@@ -143,7 +143,7 @@ class PendingCopies:
         waiting = self._waiting.get(pending.partition)
         if waiting is None:
             waiting = self._waiting[pending.partition] = _Waiting()
-        pending.size = sum(size_of(copy.record) for copy in pending.copies)
+        pending.size = sum([size_of(copy.record) for copy in pending.copies])
         waiting.queue.append(pending)
         self._count(pending.partition, waiting, len(pending.copies), pending.size)
 

@@ -9,6 +9,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Protocol
 
 import structlog
@@ -204,7 +205,7 @@ class Rounds:
             soon: now, and not with the next positions.
         """
         partition = pending.partition
-        if partition not in self._engine.partitions:
+        if partition not in self._engine.partitions.commits:
             return
         self.copies.add(pending)
         self.changed(partition, 0 if soon else 1)
@@ -491,9 +492,10 @@ class Rounds:
             partition.progress.confirm(stored)
         for partition, pendings in round_.pending.items():
             self.copies.remove(partition, pendings)
-            for each in pendings if partition in partitions else ():
-                if each.owner is not None:
-                    each.owner.stored(each)
+            if partition in partitions:
+                for owner, mine in itertools.groupby(pendings, attrgetter("owner")):
+                    if owner is not None:
+                        owner.stored(list(mine))
         for partition, messages in round_.admitted.items():
             if partition in partitions:  # or lost as the commit ended
                 partition.admit_first(len(messages))

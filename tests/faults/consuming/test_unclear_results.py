@@ -73,8 +73,8 @@ class Noted:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def stored(self, pending: Pending) -> None:
-        self.events.append("stored")
+    def stored(self, pendings: Sequence[Pending]) -> None:
+        self.events += ["stored"] * len(pendings)
 
     def refused(self, pending: Pending, cause: str) -> None:
         self.events.append("refused")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.door.writing import Copy
@@ -30,18 +29,22 @@ class HandlerCall:
     outputs: Sequence[Copy] = ()
 
     @contextlib.contextmanager
-    def pause_timeout(self) -> Iterator[None]:
+    def pause_timeout(self, time: Callable[[], float]) -> Iterator[None]:
         """Apply the timeout of handlers to the handler alone: a message has not failed because it
-        waits for a connection, or because the answer of its commit is late."""
+        waits for a connection, or because the answer of its commit is late.
+
+        Args:
+            time: returns the time of the event loop, seconds.
+        """
         self.untimed = True
         try:
             yield
         finally:
-            self.resume_timeout()
+            self.resume_timeout(time())
 
-    def resume_timeout(self) -> None:
-        """Apply the timeout to later stages, which follow."""
-        self.untimed, self.since_s = False, asyncio.get_running_loop().time()
+    def resume_timeout(self, now_s: float) -> None:
+        """Apply the timeout to the handler, or to later stages, which follow."""
+        self.untimed, self.since_s = False, now_s
 
     def cancel(self, reason: BaseException | None) -> None:
         """Cancel the handler, if it can be. The messages fail for this reason, None: they are given

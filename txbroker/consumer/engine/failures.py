@@ -34,10 +34,12 @@ from txbroker.core.consuming.failure import (
     SetAside,
     Verdict,
 )
-from txbroker.core.consuming.lifecycle import MessageEvent
+from txbroker.core.consuming.lifecycle import SEND, MessageEvent
 from txbroker.door.writing import Copy, Refused
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
+
+_SENT, _send = SEND
 
 
 class Failures:
@@ -118,9 +120,9 @@ class Failures:
 
     def produce(self, message: ReceivedMessage, outputs: Sequence[Copy]) -> None:
         """Store the outputs of a message in flight with its position. Its lane continues."""
-        partition = message.feed.partition
-        partition.apply(MessageEvent.SEND, [message])
-        self._settlement.store(Pending(partition, message, outputs, self._outputs), soon=False)
+        feed, message.state = message.feed, _SENT
+        _send(feed.partition, feed, (message,), None)
+        self._settlement.store(Pending(feed.partition, message, outputs, self._outputs), soon=False)
 
     def set_aside(self, message: ReceivedMessage, cause: str, *, called: bool = False) -> None:
         """Copy a message in flight to the aside topic. Its lane continues at once: later messages
@@ -160,11 +162,11 @@ class _Copied:
         self._is_attempt = name.startswith("retry_")
         self._dead_letter = dead_letter
 
-    def stored(self, pending: Pending) -> None:
-        assert pending.message is not None
-        name = "dead" if self._is_attempt and pending.refused else self._name
-        self._settlement.counts[name] += 1
-        self._settlement.stored(pending.message)
+    def stored(self, pendings: Sequence[Pending]) -> None:
+        for each in pendings:
+            name = "dead" if self._is_attempt and each.refused else self._name
+            self._settlement.counts[name] += 1
+        self._settlement.stored(pendings)
 
     def refused(self, pending: Pending, error: Refused) -> Sequence[Copy] | None:
         if not (error.too_large and self._is_attempt) or pending.refused:
@@ -197,13 +199,11 @@ class _Outputs:
         self._dead_letter = dead_letter
         self._lines = lines
 
-    def stored(self, pending: Pending) -> None:
-        assert pending.message is not None
-        if pending.refused:
-            self._settlement.counts["dead"] += 1
-        else:
-            self._settlement.handled += 1
-        self._settlement.stored(pending.message)
+    def stored(self, pendings: Sequence[Pending]) -> None:
+        if dead := sum([bool(each.refused) for each in pendings]):
+            self._settlement.counts["dead"] += dead
+        self._settlement.handled += len(pendings) - dead
+        self._settlement.stored(pendings)
 
     def refused(self, pending: Pending, error: Refused) -> Sequence[Copy] | None:
         if pending.refused or all(pending.copies[n].topic == self._own for n in error.indexes):

@@ -28,27 +28,29 @@ class Memory:
 
     Attributes:
         bytes_max: of all partitions.
+        share: the bytes of one partition.
         paused: partitions that are not fetched.
     """
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.paused: set[PartitionState] = set()
+        self.share: float = bytes_max
         self._flows: dict[PartitionState, Flow] = {}
 
     def begin(self, partition: PartitionState, flow: Flow) -> None:
         """Bound a partition, too."""
         self._flows[partition] = flow
+        self._divide()
 
     def end(self, partition: PartitionState) -> None:
         """A partition has gone."""
         self.paused.discard(partition)
         self._flows.pop(partition, None)
+        self._divide()
 
-    @property
-    def share(self) -> float:
-        """The bytes of one partition."""
-        return self.bytes_max / max(1, len(self._flows))
+    def _divide(self) -> None:
+        self.share = self.bytes_max / max(1, len(self._flows))
 
     @property
     def fetch_bytes(self) -> int:

@@ -97,7 +97,8 @@ class Partitions:
 
     def note_end(self) -> None:
         """A call has ended: let those continue that wait for that."""
-        self.alone.end()
+        if self.alone.message is not None:
+            self.alone.end()
         if self.waiting.watchers:
             self.waiting.wake()
         elif self.waiting.takers and not self.waiting.asked:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from operator import attrgetter
 
 import structlog
 
@@ -82,10 +84,12 @@ class Settlement:
         if commits is not None:
             commits.store(pending, soon=soon)
 
-    def stored(self, message: ReceivedMessage) -> None:
-        """The copies of a message are stored, and its offset with them."""
-        partition = message.feed.partition
-        partition.apply(MessageEvent.STORED, (message,))
+    def stored(self, pendings: Sequence[Pending]) -> None:
+        """The copies of messages of one partition are stored, and their offsets with them."""
+        partition = pendings[0].partition
+        messages = [each.message for each in pendings if each.message is not None]
+        for _, mine in groupby(messages, attrgetter("feed")):
+            partition.apply(MessageEvent.STORED, list(mine))
         if self._partitions.memory.paused:
             self._partitions.memory.free(partition)
 

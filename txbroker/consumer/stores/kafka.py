@@ -97,9 +97,8 @@ class _FirstStage:
         self._future = future
         self._marks = marks
 
-    def stored(self, pending: Pending) -> None:
-        assert pending.message is not None
-        self._engine.settlement.store_stage([pending.message])
+    def stored(self, pendings: Sequence[Pending]) -> None:
+        self._engine.settlement.store_stage([each.message for each in pendings if each.message])
         if not self._future.done():
             self._future.set_result(None)
 
@@ -173,7 +172,7 @@ class KafkaResults:
             except MessagesRefused as error:
                 raise Reject(str(error)) from None
             finally:
-                by.resume_timeout()
+                by.resume_timeout(engine.time())
 
         return call
 

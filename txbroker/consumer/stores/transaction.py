@@ -91,7 +91,6 @@ class ResultTransaction:
         self.locks_first = False
         self.handled = False
         self.own_opened = 0
-        self._time = asyncio.get_running_loop().time
 
     def run(self, session: PlainSession) -> int | None:
         """Call the handler with a plain connection; return the part that cannot be stored."""
@@ -157,7 +156,8 @@ class ResultTransaction:
 
     def untimed(self) -> contextlib.AbstractContextManager[None]:
         """See `HandlerCall.pause_timeout`."""
-        return contextlib.nullcontext() if self._call is None else self._call.pause_timeout()
+        call = self._call
+        return contextlib.nullcontext() if call is None else call.pause_timeout(self.engine.time)
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -165,7 +165,7 @@ class ResultTransaction:
         if call is None:
             yield
             return
-        call.since_s, call.untimed = self._time(), False
+        call.resume_timeout(self.engine.time())
         try:
             yield
         finally:
@@ -199,7 +199,7 @@ class ResultTransaction:
         return None
 
     def _check_lease(self) -> None:
-        if any(part.partition.lease.deadline_s <= self._time() for part in self.parts):
+        if any(part.partition.lease.deadline_s <= self.engine.time() for part in self.parts):
             raise RolledBack
 
     def _commit_failed(self, error: Exception) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from txbroker.core.consuming.queues import PartitionQueue, Queues
@@ -109,19 +108,22 @@ def apply_event(
     Returns:
         Those whose state allowed it; the others are left as they are.
     """
-    rules, last, mine = _BY_EVENT[event], None, list[Any]()
-    changed: dict[MessageRule, list[Any]] = {}
+    # Hot path: most events are of one message.
+    rules, last = _BY_EVENT[event], None
+    run: list[Any] = []
+    runs: list[tuple[MessageRule, list[Any]]] = []
     for message in messages:
         rule = rules.get(message.state)
         if rule is None:
             continue
         if rule is not last:
-            last, after, mine = rule, rule.after, changed.setdefault(rule, [])
-        message.state = after
-        mine.append(message)
-    for rule, mine in changed.items():
-        rule.effect(partition, mine[0].feed, mine, detail)
-    return mine if len(changed) == 1 else list(chain.from_iterable(changed.values()))
+            last, run = rule, []
+            runs.append((rule, run))
+        message.state = rule.after
+        run.append(message)
+    for rule, run in runs:
+        rule.effect(partition, run[0].feed, run, detail)
+    return run if len(runs) == 1 else [message for _, run in runs for message in run]
 
 
 def _admit(partition: Partition, feed: MessageFeed, messages: Sequence[Any], _: Any) -> None:
@@ -180,14 +182,15 @@ def _count_done(partition: Partition, feed: MessageFeed, messages: Sequence[Any]
 
 TAKE = MessageRule(MessageState.IN_FLIGHT, _take)
 FINISH = MessageRule(MessageState.DONE, _finish)
-"""Hot paths apply these two without `apply_event`."""
+SEND = MessageRule(MessageState.SENT, _leave_lane)
+"""Hot paths apply these three without `apply_event`."""
 
 RULES: dict[tuple[MessageState, MessageEvent], MessageRule] = {
     (MessageState.GATED, MessageEvent.ADMIT): MessageRule(MessageState.READY, _admit),
     (MessageState.READY, MessageEvent.TAKE): TAKE,
     (MessageState.DELAYED, MessageEvent.TAKE): TAKE,  # the queues give it out when it is due
     (MessageState.IN_FLIGHT, MessageEvent.FINISH): FINISH,
-    (MessageState.IN_FLIGHT, MessageEvent.SEND): MessageRule(MessageState.SENT, _leave_lane),
+    (MessageState.IN_FLIGHT, MessageEvent.SEND): SEND,
     (MessageState.IN_FLIGHT, MessageEvent.COPY): MessageRule(MessageState.COPYING, _end_calls),
     (MessageState.IN_FLIGHT, MessageEvent.RETRY): MessageRule(MessageState.DELAYED, _retry),
     (MessageState.IN_FLIGHT, MessageEvent.RETURN): MessageRule(MessageState.READY, _return),
