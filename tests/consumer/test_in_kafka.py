@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -100,6 +101,43 @@ async def test_plain_handler_sends_from_its_thread(prices: Prices) -> None:
     prices.produce("1", "2")
     async with prices.running(handle, order="partition"):
         await prices.has("1", "2")
+
+
+async def test_waiting_workers_keep_no_outputs(prices: Prices) -> None:
+    async def handle(message: ReceivedMessage, out: Outputs) -> None:
+        out.send(Message("prices", None, message.value))
+        await asyncio.sleep(0)
+
+    prices.produce("1", "2", "3")
+    async with prices.running(handle, order="none"):
+        await prices.commits(3)
+        workers = [each for each in asyncio.all_tasks() if each.get_name() == "txbroker handler"]
+        frames = [frame.f_locals for worker in workers for frame in worker.get_stack(limit=1)]
+        values = [value for local in frames for value in (*local.values(), local["self"].outputs)]
+    assert values
+    assert not [value for value in values if isinstance(value, list) and value]
+
+
+async def test_after_gets_an_error_where_nothing_is_stored(prices: Prices) -> None:
+    begun, gate = threading.Event(), threading.Event()
+    errors: list[BaseException | None] = []
+
+    def handle(message: ReceivedMessage, out: Outputs) -> None:
+        begun.set()
+        assert gate.wait(20)
+        out.send(Message("prices", None, message.value))
+
+    def after(_message: ReceivedMessage, error: BaseException | None) -> None:
+        errors.append(error)
+
+    prices.produce("1")
+    async with prices.running(handle, after=after) as consumer:
+        await until(begun.is_set)
+        (reader, _source) = consumer._readers[0]
+        reader.lost("a test")
+        gate.set()
+        await until(lambda: len(errors) == 1)
+    assert errors[0] is not None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, 
 from dataclasses import replace
 from typing import Any
 
-from tests.faults.consuming.exact_judge import ExactJudge, Outcome, Sample
+from tests.faults.consuming.exact_judge import ATTEMPTS_MAX, ExactJudge, Outcome, Sample
 from tests.faults.consuming.found import (
     effects_in,
     kept_in,
@@ -402,7 +402,7 @@ class Consumers(Room):
             options |= {
                 "on_failure": shape.on_failure,
                 "retry_interval_s": 0.05,
-                "local_attempts_max": 2,
+                "local_attempts_max": ATTEMPTS_MAX,
             }
         if shape.exact:
             options |= {"mode": "exactly-once"}

@@ -116,7 +116,8 @@ class ConsumerOptions(TypedDict, total=False):
     before: Before | None
     """Called with each message before its handler."""
     after: After | None
-    """Called with each message and the error, or None, after its handler."""
+    """Called with each message and the error, or None, after its handler; with an error, too, where
+    the result could not be stored and the message is handled again."""
     topic_prefix: str
     """Of the group's own topics; `txbroker` by default."""
     security: Mapping[str, Any] | None

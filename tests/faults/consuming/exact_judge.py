@@ -18,7 +18,7 @@ It imports nothing of txbroker, and reads tables by their documented columns.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -41,6 +41,8 @@ from tests.faults.consuming.judge import (
 FAILS = frozenset(("reject", "fails_until", "flaky", "later_s", "session", "stage"))
 """What a message's value names if a handler is to fail."""
 EXCUSED_S = 15.0
+ATTEMPTS_MAX = 2
+"""`local_attempts_max` of the runs."""
 CALLS_MAX = 12
 """Of a message by one owner, one after the other, before it has failed once."""
 
@@ -364,8 +366,10 @@ class ExactJudge:
             if not excused:
                 why = f"{each.instance} begins attempt {each.attempt}"
                 yield Violation("E8", text(each.source), why)
+        ended = Counter(each.source for each in self._tries if not each.result)
         for source, kept in self._outcome.kept.items():
-            if source in innocent and kept.state == "dead":
+            # Once it is handled alone, a call that ends with its process is a failure.
+            if source in innocent and kept.state == "dead" and ended[source] < ATTEMPTS_MAX:
                 yield Violation("E8", text(source), f"an innocent message is {kept}")
 
     def _late(self) -> Iterator[Violation]:

@@ -17,6 +17,7 @@ from aiokafka.errors import KafkaError
 from confluent_kafka import IsolationLevel, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import OffsetSpec
 
+from tests.faults.consuming.exact_judge import ATTEMPTS_MAX
 from tests.faults.consuming.found import uncleared
 from tests.faults.consuming.instance import COMMIT_S, Exact, Given
 from tests.faults.consuming.judge import (
@@ -90,7 +91,7 @@ class Case(NamedTuple):
             "order": self.order,
             "on_failure": self.on_failure,
             "retry_interval_s": 0.05,
-            "local_attempts_max": 2,
+            "local_attempts_max": ATTEMPTS_MAX,
             "in_flight_max": 16,
         }
 

@@ -203,6 +203,13 @@ def killed_long_before(run: Run) -> None:
     run.tries[4] = replace(run.tries[4], attempt=2)
 
 
+def dead_with_its_processes(run: Run) -> None:
+    """All its calls ended with their processes."""
+    dead_innocent(run)
+    call = replace(run.tries[5], result="")
+    run.tries[5:] = [replace(call, attempt=attempt) for attempt in (1, 2)]
+
+
 def stopped_long_before(run: Run) -> None:
     """Its process was stopped in the first call, and the next one is late."""
     call = run.tries[3]
@@ -219,7 +226,7 @@ def good_in_time(run: Run) -> None:
     "happens",
     [
         *(nothing, done_rows, retried, dead, dead_in_a_stage, repeated_stage, handed_over),
-        *(called_often, released_often, divided, cut_off),
+        *(called_often, released_often, divided, cut_off, dead_with_its_processes),
         *(killed_long_before, stopped_long_before, good_in_time),
     ],
 )

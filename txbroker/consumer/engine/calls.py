@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.door.writing import Copy
@@ -27,20 +26,6 @@ class HandlerCall:
     untimed = False
     reports: dict[ReceivedMessage, BaseException | None] | None = None
     outputs: Sequence[Copy] = ()
-
-    @contextlib.contextmanager
-    def pause_timeout(self, time: Callable[[], float]) -> Iterator[None]:
-        """Apply the timeout of handlers to the handler alone: a message has not failed because it
-        waits for a connection, or because the answer of its commit is late.
-
-        Args:
-            time: returns the time of the event loop, seconds.
-        """
-        self.untimed = True
-        try:
-            yield
-        finally:
-            self.resume_timeout(time())
 
     def resume_timeout(self, now_s: float) -> None:
         """Apply the timeout to the handler, or to later stages, which follow."""

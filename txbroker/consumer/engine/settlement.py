@@ -15,6 +15,7 @@ from txbroker.consumer.engine.partitions import Partitions
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.pending import Pending
 from txbroker.core.consuming.lifecycle import FINISH, MessageEvent
+from txbroker.core.consuming.partition import Feed
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -53,18 +54,19 @@ class Settlement:
             handled: the handler has succeeded with them.
         """
         # Hot path: messages one by one take four Python calls here.
-        partitions, done = self._partitions, []
+        partitions = self._partitions
+        by_feed: dict[Feed, list[ReceivedMessage]] = {}
         for message in messages:
-            if message.feed.partition.in_flight.get(message) is call:
+            feed = message.feed
+            if feed.partition.in_flight.get(message) is call:
                 message.state = _DONE
-                done.append(message)
-        if handled:
-            self.handled += len(done)
-        while done:
-            feed, mine = done[0].feed, done
-            done = [] if len(done) == 1 else [each for each in done if each.feed is not feed]
-            if done:
-                mine = [each for each in mine if each.feed is feed]
+                if feed in by_feed:
+                    by_feed[feed].append(message)
+                else:
+                    by_feed[feed] = [message]
+        for feed, mine in by_feed.items():
+            if handled:
+                self.handled += len(mine)
             partition = feed.partition
             _finish(partition, feed, mine, None)
             if feed is partition.log and not self._before:

@@ -140,7 +140,7 @@ async def take(
     Args:
         max_wait_s: how long to wait for more than one, seconds.
     """
-    loop, until_s = asyncio.get_running_loop(), 0.0
+    time, until_s = engine.time, 0.0
     messages: list[ReceivedMessage] = []
 
     def mine() -> list[ReceivedMessage]:
@@ -160,15 +160,15 @@ async def take(
                 if message.alone:
                     break
                 messages += engine.more(call, message, count - len(messages))
-                until_s = until_s or loop.time() + max_wait_s
+                until_s = until_s or time() + max_wait_s
                 continue
             # Some may have been given back, because their lease ended.
             messages = mine()
-            if engine.stopping or (messages and loop.time() >= until_s):
+            if engine.stopping or (messages and time() >= until_s):
                 break
             if messages:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(engine.wait(), until_s - loop.time())
+                    await asyncio.wait_for(engine.wait(), until_s - time())
             else:
                 until_s = 0.0
                 await engine.wait()
@@ -421,9 +421,10 @@ class _Worker(HandlerCall):
                 error = raised
             self.since_s = None
             if error is None and not (self.reports or self.interrupted):
-                outputs, self.outputs, self.reports = self.outputs, (), None
-                if outputs:
-                    engine.produce(messages[0], outputs, self)  # a batch has none
+                self.reports = None
+                if self.outputs:
+                    engine.produce(messages[0], self.outputs, self)  # a batch has none
+                    self.outputs = ()
                 else:
                     finish(messages, self)
             else:

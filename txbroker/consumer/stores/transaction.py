@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from txbroker.consumer.engine.calls import call_of
+from txbroker.consumer.engine.calls import HandlerCall, call_of
 from txbroker.consumer.engine.loop import Engine
 from txbroker.consumer.engine.workers import Handler, RolledBack, until_end
 from txbroker.consumer.message import ReceivedMessage
@@ -87,7 +87,7 @@ class ResultTransaction:
             TransactionPart(feed, by_feed[feed], engine.order, staged=engine.settlement.staged)
             for feed in sorted(by_feed, key=lambda feed: feed.partition.place)
         ]
-        self._call = call_of(messages[0])
+        self._call = call_of(messages[0]) or HandlerCall()  # the partition may be lost
         self.locks_first = False
         self.handled = False
         self.own_opened = 0
@@ -154,22 +154,23 @@ class ResultTransaction:
         failpoint("consumer.result_committed")
         return None
 
-    def untimed(self) -> contextlib.AbstractContextManager[None]:
-        """See `HandlerCall.pause_timeout`."""
-        call = self._call
-        return contextlib.nullcontext() if call is None else call.pause_timeout(self.engine.time)
-
     @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        call = self._call
-        if call is None:
-            yield
-            return
-        call.resume_timeout(self.engine.time())
+    def untimed(self) -> Iterator[None]:
+        """Apply the timeout of handlers to the handler alone: a message has not failed because it
+        waits for a connection, or because the answer of its commit is late."""
+        self._call.untimed = True
         try:
             yield
         finally:
-            call.untimed = True
+            self._call.resume_timeout(self.engine.time())
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        self._call.resume_timeout(self.engine.time())
+        try:
+            yield
+        finally:
+            self._call.untimed = True
 
     def _check(self, session: PlainSession | AsyncSession) -> None:
         """Raise TransactionControlled if the handler ended the transaction, RolledBack if it
@@ -182,7 +183,7 @@ class ResultTransaction:
                 "statement that commits (on MariaDB also CREATE, ALTER and DROP): what it wrote "
                 "may be stored without its position. Leave them out of the handler"
             )
-        reports = (self._call.reports if self._call is not None else None) or {}
+        reports = self._call.reports or {}
         if any(error is not None for error in reports.values()):
             raise RolledBack
 

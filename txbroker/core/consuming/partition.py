@@ -1,7 +1,7 @@
 """One partition of a consumer: its messages, their progress, and its set-aside keys.
 
-Pure: no I/O, no clock. The methods are the events of a partition; only `apply` changes the state of
-its messages. All is called in the event loop of the consumer.
+Pure: no I/O, no clock. The methods are the events of a partition; the state of its messages changes
+by the rules of `lifecycle` alone. All is called in the event loop of the consumer.
 """
 
 from __future__ import annotations
