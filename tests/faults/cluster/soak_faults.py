@@ -466,7 +466,7 @@ async def soak(folder: Path, given: argparse.Namespace) -> Verdict:
                 run.verdict.wrong += await fleet.end()
             await kafka.kill()
             run.judge()
-            if given.keep_kafka and (run.verdict.violations or run.verdict.wrong):
+            if run.verdict.violations or run.verdict.wrong:
                 kafka.keep(folder / "kafka")
         finally:
             await kafka.close()
@@ -496,9 +496,6 @@ def main() -> int:
         f"default: {HOLD_MAX_S:g}",
     )
     parser.add_argument("--folder", type=Path, help="folder for records and history")
-    parser.add_argument(
-        "--keep-kafka", action="store_true", help="keep Kafka's data where anything was wrong"
-    )
     parser.add_argument("--results", type=Path, default=Path("faults-results.jsonl"))
     given = parser.parse_args()
     print(f"seed {given.seed}")
