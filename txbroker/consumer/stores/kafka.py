@@ -167,7 +167,7 @@ class KafkaResults:
                 failpoint("consumer.outputs_collected")
                 if engine.settlement.staged:
                     await self._store(engine, message, copies, message.feed.stage_mark(message))
-                else:
+                elif call_of(message) is by:
                     by.outputs = [*copies, *message.feed.clearance(message)]
             except MessagesRefused as error:
                 raise Reject(str(error)) from None
