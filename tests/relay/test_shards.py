@@ -7,11 +7,13 @@ from typing import Any, cast
 
 import pytest
 
+from tests.databases.places import Place, run
 from tests.relay.schedules import OutboxInMemory
 from txbroker.databases.database import DatabaseUnavailable, steps_in_transaction
 from txbroker.databases.dialect import SQLITE
 from txbroker.databases.outbox.leases import Leases
 from txbroker.databases.steps import Query, Result, Steps
+from txbroker.relay.outbox import Outbox
 from txbroker.relay.sessions import DatabaseThread
 from txbroker.relay.shards import Shards
 
@@ -85,3 +87,24 @@ async def test_a_relay_takes_shards_that_a_dead_relay_wanted_of_a_dead_owner() -
         await shards.round()
     leases = await thread.read(own.all)
     assert [lease.owner for lease in leases] == ["own"] * 4
+
+
+@pytest.mark.rule(51)
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb"], indirect=True)
+async def test_rows_that_another_transaction_has_locked_are_skipped(
+    kind: Place, outbox: Outbox
+) -> None:
+    def free() -> Steps[list[int]]:
+        select = "SELECT shard FROM txbroker_relay WHERE shard IN (0, 1, 2, 3)"
+        found = yield Query(kind.database.dialect.lock_free.format(select=select))
+        return sorted(int(row[0]) for row in found.rows)
+
+    leases = Leases(kind.database.dialect, "own", 10)
+    thread = DatabaseThread(kind.database, outbox.tables)
+    assert await thread.transaction(lambda: leases.take(1)) == [0]
+    assert await thread.transaction(lambda: leases.divide(4))
+    with kind.transaction() as connection:
+        run(connection, "SELECT shard FROM txbroker_relay WHERE shard = 1 FOR UPDATE")
+        assert await thread.transaction(free) == [0, 2, 3]
+    assert await thread.transaction(free) == [0, 1, 2, 3]
+    await thread.close()

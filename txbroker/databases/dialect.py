@@ -44,6 +44,8 @@ class Dialect(Struct, frozen=True, kw_only=True):
             first statement, and shows it only then.
         release: fails if the mark is gone; "": `transaction_guard` sees it.
         lock, lock_shared: end of a SELECT that locks its rows and sees their newest version.
+        lock_free: a statement that executes `{select}` and locks its rows, without those that
+            another transaction has locked.
         newest: end of a SELECT by a duplicate key, which sees the row also if it is newer than the
             transaction's snapshot; "": not necessary.
         newest_read: first statement of a transaction whose SELECTs see what others have committed
@@ -93,6 +95,7 @@ class Dialect(Struct, frozen=True, kw_only=True):
     release: str
     lock: str
     lock_shared: str
+    lock_free: str
     newest: str
     newest_read: str
     ignore_duplicate: str
@@ -242,6 +245,7 @@ SQLITE = Dialect(
     release="",
     lock="",
     lock_shared="",
+    lock_free="{select}",
     newest="",
     newest_read="",
     ignore_duplicate=" ON CONFLICT DO NOTHING",
@@ -285,6 +289,7 @@ POSTGRESQL = Dialect(
     release="",
     lock=" FOR UPDATE",
     lock_shared=" FOR SHARE",
+    lock_free="{select} FOR UPDATE SKIP LOCKED",
     newest="",
     newest_read="SET TRANSACTION ISOLATION LEVEL READ COMMITTED",
     ignore_duplicate=" ON CONFLICT DO NOTHING",
@@ -354,6 +359,8 @@ MARIADB = Dialect(
     release="RELEASE SAVEPOINT txbroker",
     lock=" FOR UPDATE",
     lock_shared=" LOCK IN SHARE MODE",
+    # In a session that does not wait, a locked row ends the transaction in place of being skipped.
+    lock_free=("SET STATEMENT innodb_lock_wait_timeout = 1 FOR {select} FOR UPDATE SKIP LOCKED"),
     newest=" LOCK IN SHARE MODE",
     newest_read="",
     ignore_duplicate="",

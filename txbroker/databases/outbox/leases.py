@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from txbroker.databases.dialect import SQLITE, Dialect
+from txbroker.databases.dialect import Dialect
 from txbroker.databases.outbox.table import RELAY, SHARDS_MAX
 from txbroker.databases.steps import Query, Steps
 
@@ -54,8 +54,6 @@ class Leases:
         self._dialect = dialect
         self.owner = owner
         self._end = f"{dialect.now_ms} + {round(lease_s * 1000)}"
-        # Rows that another relay is taking are left to it.
-        self._skip = "" if dialect is SQLITE else " FOR UPDATE SKIP LOCKED"
 
     def named(self) -> Steps[RelayIdentity]:
         """Return names and number of shards."""
@@ -77,13 +75,15 @@ class Leases:
     def take(self, count: int) -> Steps[list[int]]:
         """Take free shards, at most `count`; return their numbers."""
         now_ms = self._dialect.now_ms
-        found = yield Query(
+        free = (
             # A clock that was set back would keep a lease for as long.
             f"SELECT shard FROM {RELAY} "
             # Without NOT, which MariaDB's HIGH_NOT_PRECEDENCE applies to the first term alone.
             f"WHERE (lease_until <= {now_ms} OR lease_until > {now_ms} + {_LONGEST_MS}) "
-            f"ORDER BY shard LIMIT {count}{self._skip}"
+            f"ORDER BY shard LIMIT {count}"
         )
+        # Rows that another relay is taking are left to it.
+        found = yield Query(self._dialect.lock_free.format(select=free))
         taken = [int(row[0]) for row in found.rows]
         if taken:
             yield Query(

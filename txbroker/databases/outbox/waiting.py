@@ -272,13 +272,11 @@ class WaitingRows:
 
     def _free(self, positions: Sequence[int]) -> Steps[set[int]]:
         """Return those rows that no other transaction has locked; at most `_UNITS`."""
-        if not positions or not self._dialect.lock:
-            return set(positions)
+        if not positions:
+            return set()
         marks = ", ".join("?" * len(positions))
-        found = yield Query(
-            f"SELECT position FROM {OUTBOX} WHERE position IN ({marks}) FOR UPDATE SKIP LOCKED",
-            positions,
-        )
+        select = f"SELECT position FROM {OUTBOX} WHERE position IN ({marks})"
+        found = yield Query(self._dialect.lock_free.format(select=select), positions)
         return {int(row[0]) for row in found.rows}
 
     def _groups(self, positions: Iterable[int]) -> Steps[dict[int, Group]]:
