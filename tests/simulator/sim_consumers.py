@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, 
 from dataclasses import replace
 from typing import Any
 
-from tests.faults.consuming.exact_judge import ATTEMPTS_MAX, ExactJudge, Outcome, Sample
+from tests.faults.consuming.exact_judge import ExactJudge, Outcome, Sample
 from tests.faults.consuming.found import (
     effects_in,
     kept_in,
@@ -24,6 +24,7 @@ from tests.faults.consuming.found import (
 )
 from tests.faults.consuming.handling import ExactHandling, Handling, Plans
 from tests.faults.consuming.judge import (
+    ATTEMPTS_MAX,
     Judge,
     Place,
     Rec,

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tests.faults.consuming.judge import (
+    ATTEMPTS_MAX,
     Fault,
     History,
     Place,
@@ -41,8 +42,6 @@ from tests.faults.consuming.judge import (
 FAILS = frozenset(("reject", "fails_until", "flaky", "later_s", "session", "stage"))
 """What a message's value names if a handler is to fail."""
 EXCUSED_S = 15.0
-ATTEMPTS_MAX = 2
-"""`local_attempts_max` of the runs."""
 CALLS_MAX = 12
 """Of a message by one owner, one after the other, before it has failed once."""
 

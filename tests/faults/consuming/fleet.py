@@ -17,10 +17,10 @@ from aiokafka.errors import KafkaError
 from confluent_kafka import IsolationLevel, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import OffsetSpec
 
-from tests.faults.consuming.exact_judge import ATTEMPTS_MAX
 from tests.faults.consuming.found import uncleared
 from tests.faults.consuming.instance import COMMIT_S, Exact, Given
 from tests.faults.consuming.judge import (
+    ATTEMPTS_MAX,
     History,
     Judge,
     Rec,

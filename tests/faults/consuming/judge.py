@@ -23,6 +23,8 @@ Lane = tuple[Place, str]
 Source = tuple[str, int, int]
 """Topic, partition and offset: a message."""
 
+ATTEMPTS_MAX = 2
+"""`local_attempts_max` of the runs."""
 RESUMED_S = 1.0
 """After a process was stopped its next steps may belong to earlier ones."""
 COMMITTED_S, LEADER_S = 1.0, 10.0
@@ -205,10 +207,23 @@ class Judge:
         for each in history.tries:
             self.of[each.source].append(each)
             self.by_place[each.place].append(each)
+        self.exhausted = self._find_exhausted()
         self._excused: set[Fault] = set()
         self.late: list[Try] = []
         """Effects of an owner that was replaced while it was stopped: the external system refuses
         their token."""
+
+    def _find_exhausted(self) -> Mapping[tuple[Place, str | None], Mapping[int, int]]:
+        """Return for a key which owners, by their tokens, have failed a message of it for the last
+        time, and its offset."""
+        failed: Counter[tuple[Source, int]] = Counter()
+        found: dict[tuple[Place, str | None], dict[int, int]] = defaultdict(dict)
+        for each in self.history.tries:
+            if each.place == each.source[:2] and each.result in ("error", "reject"):
+                failed[each.source, each.token] += 1 if each.result == "error" else ATTEMPTS_MAX
+                if failed[each.source, each.token] >= ATTEMPTS_MAX:
+                    found[each.place, each.key].setdefault(each.token, each.source[2])
+        return found
 
     def judge(self) -> list[Violation]:
         """Return the broken rules."""
@@ -374,12 +389,19 @@ class Judge:
         if self.rules.order == "none" or record is None:
             return []
         lanes: list[Lane] = [] if record.key is None else [(source[:2], f"key {record.key}")]
-        copies = self.copies.get(source, ())
-        if self.rules.order == "partition" and not any(
-            copy.topic in self.aside_topics for copy in copies
-        ):
+        if self.rules.order == "partition" and not self._is_aside(source, record.key):
             lanes.append((source[:2], "the partition"))
         return lanes
+
+    def _is_aside(self, source: Source, key: str | None) -> bool:
+        """Whether an owner has set a message aside, also if it ended before a copy was stored."""
+        if any(copy.topic in self.aside_topics for copy in self.copies.get(source, ())):
+            return True
+        done_by = {each.token for each in self.of.get(source, ()) if each.effect}
+        return any(
+            offset <= source[2] and token not in done_by
+            for token, offset in self.exhausted.get((source[:2], key), {}).items()
+        )
 
     def _order(self) -> Iterator[Violation]:
         """The first effects of a lane are in offset order; so are all of one owner."""

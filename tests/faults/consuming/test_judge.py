@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from tests.faults.consuming import judge
-from tests.faults.consuming.judge import Judge, Rec, Rules, Stored, Topics, read_history
+from tests.faults.consuming.judge import (
+    ATTEMPTS_MAX,
+    Judge,
+    Rec,
+    Rules,
+    Stored,
+    Topics,
+    read_history,
+)
 
 PLACE = ("orders", 0)
 Line = dict[str, Any]
@@ -164,6 +172,19 @@ def released(run: Run) -> None:
     run.aside.append(Rec("aside", 0, 4, "b", (("txb-cleared", "orders/0@7"),), "4"))
 
 
+def copy_lost(run: Run, calls: int = ATTEMPTS_MAX) -> None:
+    """The owner ends before a copy of what it set aside is stored: the next one handles it."""
+    run.order = "partition"
+    run.lines = [line for line in run.lines if int(line.get("call", 1)) % 2]
+    run.stored = []
+    for number in range(calls):
+        run.call(1, 11 + number / 10, result="error", takes_s=0.1)
+    run.fault("killed", 18, 18)
+    for offset in (1, 3, 5, 7):
+        run.call(offset, 20 + offset, token=2, by="c2")
+    run.store(30.0, 8, token=2)
+
+
 def waiting(run: Run) -> None:
     """The last message waits in the retry topic."""
     run.lines = [line for line in run.lines if line["at"] < 17]
@@ -211,6 +232,7 @@ def nothing(run: Run) -> None: ...
             resumed,
             set_aside,
             released,
+            copy_lost,
             waiting,
             buried,
         ),
@@ -276,6 +298,11 @@ def partition_out_of_order(run: Run) -> None:
     run.stored = []
     run.call(7, 40)
     run.call(6, 41)
+
+
+def passed_over(run: Run) -> None:
+    """The next message goes first, although its owner may try the failed one again."""
+    copy_lost(run, calls=ATTEMPTS_MAX - 1)
 
 
 def released_out_of_order(run: Run) -> None:
@@ -405,6 +432,7 @@ def aside_out_of_order(run: Run) -> None:
         (range_too_long, "I20"),
         (out_of_order, "I19"),
         (partition_out_of_order, "I19"),
+        (passed_over, "I19"),
         (released_out_of_order, "I19"),
         (back_by_one_owner, "I19"),
         (two_of_a_key, "I19"),
