@@ -3,9 +3,12 @@
 from hypothesis import strategies as st
 
 from txbroker.core.records import (
+    Attempt,
     Attributes,
     Cause,
     CheckPolicy,
+    CheckReason,
+    Checks,
     Half,
     Header,
     Marker,
@@ -75,6 +78,16 @@ COMMITS = st.builds(
     contents=st.integers(0, 1000),
 )
 CAUSES = st.builds(Cause, WORDS, WORDS, WORDS, st.integers(-1, 2**31 - 1), st.booleans())
+CHECKS = st.builds(
+    Checks,
+    round=NUMBERS,
+    number=NUMBERS,
+    counted_ms=st.lists(NUMBERS, max_size=3).map(tuple),
+    attempts=st.lists(
+        st.builds(Attempt, NUMBERS, NUMBERS, NUMBERS, st.sampled_from(CheckReason), WORDS, WORDS),
+        max_size=3,
+    ).map(tuple),
+)
 KEPT = st.builds(
     ParkedCopy,
     half=HALVES,
@@ -83,4 +96,5 @@ KEPT = st.builds(
     state=st.sampled_from(State),
     cause=st.none() | CAUSES,
     decided_at_ms=NUMBERS,
+    checks=CHECKS,
 )

@@ -105,7 +105,13 @@ def test_a_copy_comes_back_whole_and_has_its_tombstones(kept: ParkedCopy) -> Non
     facts = parts[0].facts
     assert facts is not None
     assert kept == ParkedCopy(
-        kept.half, facts.half, facts.at_ms, facts.state, facts.cause, facts.decided_ms
+        kept.half,
+        facts.half,
+        facts.at_ms,
+        facts.state,
+        facts.cause,
+        facts.decided_ms,
+        checks=facts.checks,
     )
     assert all(part.facts is None for part in parts[1:])
     tombstones = kept_tombstones(kept.half.id, len(kept.half.messages))

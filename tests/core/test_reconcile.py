@@ -5,7 +5,15 @@ import pytest
 from tests.kit.logs import START_MS, Logs, half_of, id_of, marker_of, message, new_ledger, replayed
 from txbroker.core import ledger as ledger_module
 from txbroker.core.ledger import Effect, Ledger
-from txbroker.core.records import Cause, Checkpoint, CheckPolicy, Message, ParkedCopy, State
+from txbroker.core.records import (
+    Cause,
+    Checkpoint,
+    CheckPolicy,
+    Checks,
+    Message,
+    ParkedCopy,
+    State,
+)
 from txbroker.core.transaction import Transaction
 
 CAUSE = Cause("too_large", "raise it", "t", 0)
@@ -43,7 +51,9 @@ def test_a_refused_one_outlives_half_message_and_marker() -> None:
 
 
 def test_a_parked_one_outlives_half_message_and_markers() -> None:
-    copy = ParkedCopy(half_of(ID, policy=POLICY), 0, START_MS, State.PARKED)
+    """The round of its attempts, too: it was revived once before."""
+    checks = Checks(2, START_MS, number=1, counted_ms=(START_MS + 1,))
+    copy = ParkedCopy(half_of(ID, policy=POLICY), 0, START_MS, State.PARKED, checks=checks)
     ledger = new_ledger()
     ledger.restore(copy)
     ledger.reconcile(None, [copy])
@@ -52,7 +62,10 @@ def test_a_parked_one_outlives_half_message_and_markers() -> None:
     logs = Logs()
     logs.mark(marker_of("revive", ID, round=1), START_MS)
     ledger.apply_op(logs.op.records[0])
-    assert (only(ledger).state, only(ledger).checks.round) == (State.PENDING, 2)
+    assert (only(ledger).state, only(ledger).checks) == (State.PARKED, checks)
+    logs.mark(marker_of("revive", ID, round=2), START_MS)
+    ledger.apply_op(logs.op.records[1])
+    assert (only(ledger).state, only(ledger).checks.round) == (State.PENDING, 3)
 
 
 def test_a_deferred_one_outlives_half_message_and_marker() -> None:

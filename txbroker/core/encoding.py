@@ -25,9 +25,11 @@ from txbroker.core.records import (
     ATTRIBUTES,
     LOG_VERSION,
     NO_ATTRIBUTES,
+    NO_CHECKS,
     Cause,
     Checkpoint,
     CheckPolicy,
+    Checks,
     Claim,
     Encoded,
     Half,
@@ -386,6 +388,7 @@ class KeptFacts(Struct, frozen=True, omit_defaults=True):
     at_ms: int
     cause: Cause | None = None
     decided_ms: int = 0
+    checks: Checks = NO_CHECKS
 
 
 def kept_key(id: str, sequence: int) -> bytes:
@@ -400,7 +403,12 @@ def encode_kept(kept: ParkedCopy, version: int = LOG_VERSION) -> tuple[Record, .
     compacted: its key is the transaction's, and null means settled.
     """
     facts = KeptFacts(
-        kept.state, kept.half_offset, kept.prepared_at_ms, kept.cause, kept.decided_at_ms
+        kept.state,
+        kept.half_offset,
+        kept.prepared_at_ms,
+        kept.cause,
+        kept.decided_at_ms,
+        kept.checks,
     )
     extra: list[list[tuple[str, bytes]]] = []
     for message in kept.half.messages:

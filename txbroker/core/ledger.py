@@ -605,6 +605,7 @@ def transaction_of(copy: ParkedCopy) -> Transaction:
         places(half.messages),
         order_mark(half.attributes.order_key, first.topic, first.key),
     )
+    transaction.checks = copy.checks
     transaction.kept = True
     return transaction
 

@@ -16,6 +16,7 @@ from msgspec import Struct, structs
 from txbroker.core.records import (
     Attempt,
     CheckReason,
+    Checks,
     Decision,
     Marker,
     MarkerKind,
@@ -26,7 +27,6 @@ from txbroker.core.records import (
 )
 from txbroker.core.transaction import (
     ATTEMPTS_KEPT,
-    Checks,
     Transaction,
     Verdict,
     bare,

@@ -380,6 +380,32 @@ class Attempt(Struct, frozen=True, gc=False):
     """False if it was given back: it reached no endpoint, or the answer was "not yet"."""
 
 
+class Checks(Struct, frozen=True, omit_defaults=True, gc=False):
+    """The check attempts of a transaction.
+
+    Attributes:
+        round: the round of attempts, from 1; each numbers its attempts from 1.
+        round_started_ms: when this round began.
+        number: the last attempt of this round; 0 before the first.
+        counted_ms: append times of this round's attempts that count.
+        last_check_ms: append time of the last attempt of this round, counting or not; 0 if none.
+        not_before_ms: the end of a deliberate "not yet"; 0 without one.
+        attempts: the newest attempts, for display.
+    """
+
+    round: int = 1
+    round_started_ms: int = 0
+    number: int = 0
+    counted_ms: tuple[int, ...] = ()
+    last_check_ms: int = 0
+    not_before_ms: int = 0
+    attempts: tuple[Attempt, ...] = ()
+
+
+NO_CHECKS = Checks()
+"""Shared by all transactions without: a million of them take no memory for it."""
+
+
 class Marker(Struct, frozen=True, omit_defaults=True):
     """A record of the operation topic.
 
@@ -490,6 +516,8 @@ class ParkedCopy(Struct, frozen=True):
     """Append time of the commit marker of a refused one; 0 while undecided."""
     at: tuple[int, ...] = ()
     """The offsets of its records in the parked topic, as far as known."""
+    checks: Checks = NO_CHECKS
+    """Its attempts so far: markers of a next round count by their round."""
 
 
 class Skip(Struct, frozen=True):

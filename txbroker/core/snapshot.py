@@ -30,10 +30,12 @@ from txbroker.core.lifecycle import SETTLED, MarkerEntry
 from txbroker.core.records import (
     ATTRIBUTES,
     NO_ATTRIBUTES,
+    NO_CHECKS,
     RECORD_VERSION,
     Anchor,
     Cause,
     CheckPolicy,
+    Checks,
     Half,
     Message,
     Place,
@@ -43,7 +45,7 @@ from txbroker.core.records import (
     intern,
 )
 from txbroker.core.segment import Segment, name_of, read
-from txbroker.core.transaction import NO_CHECKS, NO_VERDICT, Checks, Transaction, Verdict, bare
+from txbroker.core.transaction import NO_VERDICT, Transaction, Verdict, bare
 
 CHUNK_ENTRIES = 2000
 CHUNK_BYTES = 256 * 1024

@@ -9,9 +9,10 @@ from msgspec import Struct, structs
 
 from txbroker.core.encoding import bytes_in_batch
 from txbroker.core.records import (
+    NO_CHECKS,
     TRACE_HEADERS,
-    Attempt,
     Cause,
+    Checks,
     Decision,
     Half,
     Message,
@@ -24,28 +25,6 @@ from txbroker.core.records import (
 
 ATTEMPTS_KEPT = 16
 """Attempts remembered for display. "Not yet" can be answered for ever, so the list is bounded."""
-
-
-class Checks(Struct, frozen=True, gc=False):
-    """The check attempts of a transaction.
-
-    Attributes:
-        round: the round of attempts, from 1; each numbers its attempts from 1.
-        round_started_ms: when this round began.
-        number: the last attempt of this round; 0 before the first.
-        counted_ms: append times of this round's attempts that count.
-        last_check_ms: append time of the last attempt of this round, counting or not; 0 if none.
-        not_before_ms: the end of a deliberate "not yet"; 0 without one.
-        attempts: the newest attempts, for display.
-    """
-
-    round: int = 1
-    round_started_ms: int = 0
-    number: int = 0
-    counted_ms: tuple[int, ...] = ()
-    last_check_ms: int = 0
-    not_before_ms: int = 0
-    attempts: tuple[Attempt, ...] = ()
 
 
 class Verdict(Struct, frozen=True, gc=False):
@@ -68,9 +47,8 @@ class Verdict(Struct, frozen=True, gc=False):
     contents_fingerprint: bytes = b""
 
 
-# Shared by all transactions without: a million of them take no memory for it.
-NO_CHECKS = Checks()
 NO_VERDICT = Verdict()
+"""Shared by all transactions without: a million of them take no memory for it."""
 
 
 GROUP_OF = attrgetter("half.group")
@@ -204,7 +182,15 @@ class Transaction(Struct, gc=False):
         It may outlive half message and markers, so it holds everything that promotion needs.
         """
         half = structs.replace(self.half, messages=self.messages)
-        return ParkedCopy(half, self.offset, self.prepared_at_ms, state, cause, self.verdict.at_ms)
+        return ParkedCopy(
+            half,
+            self.offset,
+            self.prepared_at_ms,
+            state,
+            cause,
+            self.verdict.at_ms,
+            checks=self.checks,
+        )
 
 
 # --- messages that are not in memory ---------------------------------------------------------

@@ -25,7 +25,7 @@ from txbroker.core.ledger import Effect, Ledger
 from txbroker.core.lifecycle import PromotionStep, advance
 from txbroker.core.records import Marker, MarkerKind, Record, State
 from txbroker.core.routing import parse_id
-from txbroker.core.transaction import NO_CHECKS, Transaction
+from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Log, LogTruncated, Targets
 from txbroker.errors import InvariantBroken, KafkaUnavailable, NotFound, TooOld
 from txbroker.proxy.partition.clock import CLOCKS_APART_MS
@@ -128,9 +128,6 @@ class Account(Struct):
 def account_of(transaction: Transaction) -> Account:
     """Return a transaction as it is remembered."""
     known = transaction.verdict.decision is None or transaction.verdict.source is not None
-    if transaction.state is State.PARKED and transaction.checks is NO_CHECKS:
-        gaps = ["attempts: retention has deleted its half message and markers; a copy is kept"]
-        return Account(transaction, attempts_known=False, gaps=gaps)
     return Account(transaction, known)
 
 

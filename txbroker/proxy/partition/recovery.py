@@ -138,6 +138,7 @@ def _join(parts: dict[int, tuple[int, KeptPart]]) -> ParkedCopy | None:
         facts.cause,
         facts.decided_ms,
         tuple(at),
+        facts.checks,
     )
 
 
