@@ -20,6 +20,7 @@ from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Unanswer
 from txbroker.kafka.client.producer import Producer, ProducerFenced
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.batch import batch_body
+from txbroker.kafka.protocol.codes import Code
 from txbroker.kafka.protocol.encoder import Request
 from txbroker.kafka.protocol.schemas import api_versions, finalized_features
 from txbroker.net.timers import Backoff
@@ -40,6 +41,14 @@ class _UpdateFeaturesV1(Request):
         validate_only:bool"""
     RESPONSE = """throttle_time_ms:i32 error_code:i16 error_message:str
         results[feature:str error_code:i16 error_message:str]"""
+
+
+class _WriteTxnMarkersV1(Request):
+    API_KEY, API_VERSION = 27, 1
+    REQUEST = """markers[producer_id:i64 producer_epoch:i16 committed:bool
+        topics[topic:str partitions[i32]] coordinator_epoch:i32]"""
+    RESPONSE = """markers[producer_id:i64
+        topics[topic:str partitions[partition:i32 error_code:i16]]]"""
 
 
 async def level(client: Client) -> int:
@@ -337,6 +346,32 @@ async def test_withdrawn_version_is_not_used(world: KafkaHarness, client: Client
         if await level(client) != 2:
             await set_level(client, 2)
     assert await keys(world, topic) == written
+
+
+@pytest.mark.rule(15)
+@pytest.mark.parametrize("newest", [1, 2])
+async def test_late_marker_of_an_abort_ends_no_later_transaction(
+    world: KafkaHarness, client: Client, monkeypatch: pytest.MonkeyPatch, newest: int
+) -> None:
+    """A coordinator whose connection was cut sends it again, and both may arrive."""
+    topic = await world.create_topic("target")
+    monkeypatch.setattr(client, "settings", world.settings("itself", transactions=newest))
+    own, backoff = producer(client, world), Backoff(20, 0.001)
+
+    async def write(key: bytes) -> None:
+        await own.add([(topic, 0)], backoff)
+        await own.produce({(topic, 0): batch_body([Record(key, b"")])}, backoff)
+
+    await own.start(backoff)
+    await write(b"aborted")
+    aborted = own.id, own.epoch + (own.protocol == 2)
+    await own.abort(backoff)
+    await write(b"committed")
+    marker = _WriteTxnMarkersV1([(*aborted, False, [(topic, [0])], 0)])
+    answer = await client.ask(await client.leader(topic, 0), marker, "late")
+    assert answer.markers[0][1] == [(topic, [(0, Code.INVALID_PRODUCER_EPOCH)])]
+    await own.end(commit=True, backoff=backoff)
+    assert await keys(world, topic) == [b"committed"]
 
 
 # --- the second version ----------------------------------------------------------------------

@@ -554,9 +554,11 @@ class Producer:
                 raise KafkaRefused(answer.error_code)
 
     async def abort(self, backoff: Backoff) -> None:
-        """Abort the open transaction, and begin new sequences: brokers expect those of refused
-        batches again. If its first partition was refused there is none, and nothing is renewed:
-        only the answer to an abort shows that no other producer has taken the transactional id.
+        """Abort the open transaction, and take another epoch: brokers expect the sequences of
+        refused batches again, and before Kafka 4.2 a marker of the abort that comes twice and late
+        aborts what follows in the same epoch (KIP-1228). If its first partition was refused there
+        is none, and nothing is renewed: only the answer to an abort shows that no other producer
+        has taken the transactional id.
 
         Raises:
             ProducerFenced
@@ -565,8 +567,7 @@ class Producer:
         if not self._begun:
             return
         await self.end(commit=False, backoff=backoff)
-        if self._sequences:  # version 2 of the protocol began new ones with the abort
-            await self._init_producer_id(backoff, (self.id, self.epoch))
+        await self._init_producer_id(backoff, (self.id, self.epoch))
 
     def _adopt(self, identity: ProducerIdentity | None) -> None:
         """No transaction is open. Use a new producer id or epoch, which begins new sequences."""
