@@ -46,6 +46,7 @@ KEYS = 60
 DELAYS_S = (0.2, 0.3, *(0.4,) * 14)
 SESSION_S, LEASE_S, HEARTBEAT_S = 6.0, 3.0, 0.5
 SETTLE_S = 90.0
+LOOK_S = 10.0
 """How long nothing may change, before all is done."""
 MANY, MANY_ASIDE = 4000, 2400
 """Keys that fail: in each partition fewer than a consumer sets aside."""
@@ -310,13 +311,15 @@ class Fleet(Processes):
                 self._stored.append(await self._look())
 
     async def _look(self) -> Stored:
-        # Not librdkafka's client: it returns metadata whose memory is free already.
-        admin = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap)
-        await admin.start()  # type: ignore[no-untyped-call]
-        try:
-            found = await admin.list_consumer_group_offsets(self.group)
-        finally:
-            await admin.close()  # type: ignore[no-untyped-call]
+        # Not librdkafka's client: it returns metadata whose memory is free already. This one may
+        # wait for ever for brokers that were restarted.
+        async with asyncio.timeout(LOOK_S):
+            admin = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap)
+            await admin.start()  # type: ignore[no-untyped-call]
+            try:
+                found = await admin.list_consumer_group_offsets(self.group)
+            finally:
+                await admin.close()  # type: ignore[no-untyped-call]
         offsets = {
             (at.topic, at.partition): (each.offset, each.metadata)
             for at, each in found.items()
