@@ -1,6 +1,7 @@
 """After a claim: copies, progress and what fell to retention in the meantime."""
 
 import pytest
+from msgspec import structs
 
 from tests.kit.logs import START_MS, Logs, half_of, id_of, marker_of, message, new_ledger, replayed
 from txbroker.core import ledger as ledger_module
@@ -50,6 +51,7 @@ def test_a_refused_one_outlives_half_message_and_marker() -> None:
     assert ledger.index.undecided_count == 0
 
 
+@pytest.mark.rule(25)
 def test_a_parked_one_outlives_half_message_and_markers() -> None:
     """The round of its attempts, too: it was revived once before."""
     checks = Checks(2, START_MS, number=1, counted_ms=(START_MS + 1,))
@@ -66,6 +68,37 @@ def test_a_parked_one_outlives_half_message_and_markers() -> None:
     logs.mark(marker_of("revive", ID, round=2), START_MS)
     ledger.apply_op(logs.op.records[1])
     assert (only(ledger).state, only(ledger).checks.round) == (State.PENDING, 3)
+
+
+@pytest.mark.rule(25)
+def test_a_copy_of_an_earlier_round_is_made_again() -> None:
+    """The promotion transaction with the newer copy was lost."""
+    newer = ParkedCopy(half_of(ID, policy=POLICY), 0, START_MS, State.PARKED, checks=Checks(2))
+    older = structs.replace(newer, checks=Checks(1, number=1, counted_ms=(START_MS,)))
+    ledger = new_ledger()
+    ledger.restore(newer)
+    for copy, made in ((older, [ID]), (newer, [])):
+        ledger.reconcile(None, [copy])
+        assert list(ledger.index.to_keep) == made
+
+
+def test_markers_of_attempts_in_a_copy_count_once() -> None:
+    logs = Logs()
+    logs.prepare(half_of(ID, policy=CheckPolicy()), START_MS)
+    for minute, kind in enumerate(("check", "returned", "check"), 1):
+        number = 1 if minute < 3 else 2
+        marker = marker_of(kind, ID, round=1, number=number, reason="due", previous="unknown")
+        logs.mark(marker, START_MS + minute * 60_000)
+    whole = only(replayed(logs))
+    ledger = new_ledger()
+    ledger.restore(whole.copy(State.PENDING, None))
+    for record in logs.op.records:
+        ledger.apply_op(record)
+    assert (only(ledger).state, only(ledger).checks) == (State.PENDING, whole.checks)
+    assert (whole.checks.number, len(whole.checks.counted_ms)) == (2, 1)
+    logs.mark(marker_of("check", ID, round=1, number=3, reason="due"), START_MS + 240_000)
+    ledger.apply_op(logs.op.records[-1])
+    assert only(ledger).checks.number == 3
 
 
 def test_a_deferred_one_outlives_half_message_and_marker() -> None:

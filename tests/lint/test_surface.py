@@ -222,8 +222,10 @@ def stored() -> Iterator[str]:
     anchors = records.Anchor(5, 6), records.Anchor(7, 8)
     checkpoint = records.Checkpoint(1, "c", 9, 8, *anchors, ("d",), "s", True, 4)
     yield from _shown("checkpoint", [encoding.encode_progress(checkpoint)])
+    attempt = records.Attempt(2, 3, 14, records.CheckReason.DUE, "endpoint", "unknown", False)
+    checks = records.Checks(2, 12, 3, (13,), 14, 15, (attempt,))
     cause = records.Cause("refused", "too large", "pay", 3, True)
-    kept = records.ParkedCopy(half, 11, 12, records.State.REFUSED, cause, 13)
+    kept = records.ParkedCopy(half, 11, 12, records.State.REFUSED, cause, 13, checks=checks)
     yield from _shown("kept", encoding.encode_kept(kept))
     yield from _shown("tombstones", encoding.kept_tombstones(ID, 2))
     yield f"signature {sign(b'secret', 'id', 1, b'body')}"

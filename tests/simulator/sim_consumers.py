@@ -614,7 +614,11 @@ class Consumers(Room):
         if not shape.exact:
             lost = 2 * BATCH * shape.partitions * (len(history.faults) + 2)
             rules = Rules(
-                shape.order, at_most_once=shape.once, lost_max=lost, commit_s=COMMIT_S + LAG_S
+                shape.order,
+                aside=shape.on_failure == "aside",
+                at_most_once=shape.once,
+                lost_max=lost,
+                commit_s=COMMIT_S + LAG_S,
             )
             return Judge(history, found, rules).judge()
         if self.tables is not None:

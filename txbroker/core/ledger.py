@@ -544,7 +544,9 @@ class Ledger:
             transaction.kept = copy is not None
             transaction.kept_at = () if copy is None else copy.at
             if transaction.state is State.PARKED and (
-                copy is None or copy.state is not State.PARKED
+                copy is None
+                or copy.state is not State.PARKED
+                or copy.checks.round < transaction.checks.round
             ):
                 index.to_keep[transaction.id] = transaction
             if copy is not None and copy.state is State.REFUSED:

@@ -403,7 +403,7 @@ class Checks(Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 NO_CHECKS = Checks()
-"""Shared by all transactions without: a million of them take no memory for it."""
+"""Shared by all transactions without an attempt: a million take no memory."""
 
 
 class Marker(Struct, frozen=True, omit_defaults=True):

@@ -48,7 +48,7 @@ class Verdict(Struct, frozen=True, gc=False):
 
 
 NO_VERDICT = Verdict()
-"""Shared by all transactions without: a million of them take no memory for it."""
+"""Shared by all transactions without a decision, as `NO_CHECKS`: a million take no memory."""
 
 
 GROUP_OF = attrgetter("half.group")

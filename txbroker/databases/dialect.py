@@ -360,7 +360,7 @@ MARIADB = Dialect(
     lock=" FOR UPDATE",
     lock_shared=" LOCK IN SHARE MODE",
     # In a session that does not wait, a locked row ends the transaction in place of being skipped.
-    lock_free=("SET STATEMENT innodb_lock_wait_timeout = 1 FOR {select} FOR UPDATE SKIP LOCKED"),
+    lock_free="SET STATEMENT innodb_lock_wait_timeout = 1 FOR {select} FOR UPDATE SKIP LOCKED",
     newest=" LOCK IN SHARE MODE",
     newest_read="",
     ignore_duplicate="",

@@ -46,8 +46,8 @@ KEYS = 60
 DELAYS_S = (0.2, 0.3, *(0.4,) * 14)
 SESSION_S, LEASE_S, HEARTBEAT_S = 6.0, 3.0, 0.5
 SETTLE_S = 90.0
-LOOK_S = 10.0
 """How long nothing may change, before all is done."""
+LOOK_S = 10.0
 MANY, MANY_ASIDE = 4000, 2400
 """Keys that fail: in each partition fewer than a consumer sets aside."""
 KEYS_FAIL, SESSIONS_CHANGED = "keys fail", "sessions changed"
@@ -315,8 +315,8 @@ class Fleet(Processes):
         # wait for ever for brokers that were restarted.
         async with asyncio.timeout(LOOK_S):
             admin = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap)
-            await admin.start()  # type: ignore[no-untyped-call]
             try:
+                await admin.start()  # type: ignore[no-untyped-call]
                 found = await admin.list_consumer_group_offsets(self.group)
             finally:
                 await admin.close()  # type: ignore[no-untyped-call]
@@ -444,6 +444,7 @@ class Fleet(Processes):
         faults = len(history.faults) + 2
         rules = Rules(
             self.case.order,
+            aside=self.case.on_failure == "aside",
             at_most_once=most_once,
             lost_max=200 * 2 * PARTITIONS * faults,
             commit_s=COMMIT_S + LAG_S,

@@ -78,6 +78,7 @@ class Rules:
 
     Attributes:
         order: none, partition or key.
+        aside: a message that has failed for the last time is set aside, with later ones of its key.
         at_most_once: no message begins twice, and messages may be lost at a fault.
         lost_max: at most once: messages that may be lost in all.
         settled: everything must be done, waiting or set aside at the end.
@@ -85,6 +86,7 @@ class Rules:
     """
 
     order: str
+    aside: bool = False
     at_most_once: bool = False
     lost_max: int = 0
     settled: bool = True
@@ -207,6 +209,12 @@ class Judge:
         for each in history.tries:
             self.of[each.source].append(each)
             self.by_place[each.place].append(each)
+        self.reached: dict[tuple[Place, int], int] = defaultdict(int)
+        """The last offset that an owner, by its token, has begun."""
+        for each in history.tries:
+            if each.place == each.source[:2]:
+                at = each.place, each.token
+                self.reached[at] = max(self.reached[at], each.source[2])
         self.exhausted = self._find_exhausted()
         self._excused: set[Fault] = set()
         self.late: list[Try] = []
@@ -218,9 +226,9 @@ class Judge:
         time, and its offset."""
         failed: Counter[tuple[Source, int]] = Counter()
         found: dict[tuple[Place, str | None], dict[int, int]] = defaultdict(dict)
-        for each in self.history.tries:
-            if each.place == each.source[:2] and each.result in ("error", "reject"):
-                failed[each.source, each.token] += 1 if each.result == "error" else ATTEMPTS_MAX
+        for each in self.history.tries if self.rules.aside else ():
+            if each.place == each.source[:2] and each.result == "error":
+                failed[each.source, each.token] += 1
                 if failed[each.source, each.token] >= ATTEMPTS_MAX:
                     found[each.place, each.key].setdefault(each.token, each.source[2])
         return found
@@ -394,12 +402,13 @@ class Judge:
         return lanes
 
     def _is_aside(self, source: Source, key: str | None) -> bool:
-        """Whether an owner has set a message aside, also if it ended before a copy was stored."""
+        """Whether an owner has set a message aside, also if it ended before a copy was stored: it
+        came to later ones of the partition, and a later owner handles the message."""
         if any(copy.topic in self.aside_topics for copy in self.copies.get(source, ())):
             return True
-        done_by = {each.token for each in self.of.get(source, ()) if each.effect}
+        done_by = min((each.token for each in self.of.get(source, ()) if each.effect), default=0)
         return any(
-            offset <= source[2] and token not in done_by
+            offset <= source[2] < self.reached[source[:2], token] and token < done_by
             for token, offset in self.exhausted.get((source[:2], key), {}).items()
         )
 

@@ -37,6 +37,7 @@ class Run:
         self.aside: list[Rec] = []
         self.stored: list[Stored] = []
         self.order = "key"
+        self.aside_mode = False
         self.most_once = False
         self.lost_max = 0
         self._calls = 0
@@ -83,7 +84,7 @@ class Run:
 
     def judged(self) -> list[str]:
         topics = Topics(self.source, self.retry, self.dead, self.aside, self.stored)
-        rules = Rules(self.order, at_most_once=self.most_once, lost_max=self.lost_max)
+        rules = Rules(self.order, self.aside_mode, self.most_once, self.lost_max)
         found = Judge(read_history(self.lines), topics, rules).judge()
         return [violation.rule for violation in found]
 
@@ -174,7 +175,7 @@ def released(run: Run) -> None:
 
 def copy_lost(run: Run, calls: int = ATTEMPTS_MAX) -> None:
     """The owner ends before a copy of what it set aside is stored: the next one handles it."""
-    run.order = "partition"
+    run.order, run.aside_mode = "partition", True
     run.lines = [line for line in run.lines if int(line.get("call", 1)) % 2]
     run.stored = []
     for number in range(calls):
@@ -305,6 +306,19 @@ def passed_over(run: Run) -> None:
     copy_lost(run, calls=ATTEMPTS_MAX - 1)
 
 
+def passed_over_and_kept(run: Run) -> None:
+    """The same where failed messages are not set aside."""
+    copy_lost(run)
+    run.aside_mode = False
+
+
+def passed_over_by_the_next_owner(run: Run) -> None:
+    """What the first owner had not come to is in order."""
+    copy_lost(run)
+    run.lines = [line for line in run.lines if line.get("call") != 7]
+    run.call(6, 28, token=2, by="c2")
+
+
 def released_out_of_order(run: Run) -> None:
     released(run)
     swapped = {43.0: 5, 45.0: 3}
@@ -433,6 +447,8 @@ def aside_out_of_order(run: Run) -> None:
         (out_of_order, "I19"),
         (partition_out_of_order, "I19"),
         (passed_over, "I19"),
+        (passed_over_and_kept, "I19"),
+        (passed_over_by_the_next_owner, "I19"),
         (released_out_of_order, "I19"),
         (back_by_one_owner, "I19"),
         (two_of_a_key, "I19"),

@@ -199,7 +199,9 @@ class Producer:
                 )
                 answer = await self._ask_coordinator(request)
             except (KafkaUnavailable, asyncio.CancelledError) as error:
-                if isinstance(error, Unanswered | asyncio.CancelledError):
+                # A late one that names an epoch which is over is refused.
+                names_epoch = current != NO_PRODUCER and self._protocol.retries_unanswered
+                if isinstance(error, Unanswered | asyncio.CancelledError) and not names_epoch:
                     self.late_until_s = asyncio.get_running_loop().time() + _LATE_S
                 if isinstance(error, asyncio.CancelledError) or not is_retriable(error):
                     raise
@@ -555,10 +557,10 @@ class Producer:
 
     async def abort(self, backoff: Backoff) -> None:
         """Abort the open transaction, and take another epoch: brokers expect the sequences of
-        refused batches again, and before Kafka 4.2 a marker of the abort that comes twice and late
-        aborts what follows in the same epoch (KIP-1228). If its first partition was refused there
-        is none, and nothing is renewed: only the answer to an abort shows that no other producer
-        has taken the transactional id.
+        refused batches again, and a marker of the abort that comes twice and late aborts what
+        follows in the same epoch, but in version 2 since Kafka 4.2 (KIP-1228). If its first
+        partition was refused there is none, and nothing is renewed: only the answer to an abort
+        shows that no other producer has taken the transactional id.
 
         Raises:
             ProducerFenced

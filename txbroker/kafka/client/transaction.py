@@ -344,7 +344,7 @@ class TransactionalWriter(Writer):
                 refused = RefusedBatch(batches[error.partition], error)
                 if whole:
                     raise Refused(refused.batch.indexes, cause_of(error)) from None
-                await producer.abort(within)
+                await producer.abort(self._backoff())  # `within` may be used up
                 self._begun_s = 0.0
                 return refused
         return None

@@ -102,8 +102,7 @@ class Account(Struct):
         transaction: as remembered, or as its records show it.
         markers: its markers in the operation topic, by kind, round and number; those of one round
             have no number, decisions neither.
-        attempts_known: whether it has its attempts; a summary of a settled one, and a parked copy,
-            have none.
+        attempts_known: whether it has its attempts; a summary of a settled one has none.
         read_back: whether facts were read from the topics because memory had lost them.
         gaps: which facts cannot be shown, and why, as sentences.
         stamps_ms: the timestamps that its messages asked for, once read; empty before.
@@ -144,9 +143,10 @@ async def read_markers(account: Account, half: Log, op: Log, window_ms: int) -> 
     ledger = Ledger(parse_id(known.id).partition, window_ms)
     ledger.half_position, ledger.half_clock_ms = known.offset, known.prepared_at_ms
     if [record.offset for record in records] != list(offsets):
-        account.gaps.append(
-            "attempts, order key and check policy: retention has deleted its half message"
-        )
+        lost = "attempts, order key and check policy"
+        if account.attempts_known:
+            lost = "places of its markers"
+        account.gaps.append(f"{lost}: retention has deleted its half message")
         return
     for record in records:
         outcome = ledger.apply_half(record)

@@ -263,7 +263,7 @@ class Promoter:
         for transaction in txn.keep:
             # Kept from now on: if it is settled in the meantime, its copy must be removed.
             transaction.kept = True
-        kept_as = [(transaction, transaction.state) for transaction in txn.keep]
+        kept_as = [(each, each.state, each.checks.round) for each in txn.keep]
         failpoint("turn.planned")
         try:
             records = self._encode(txn)
@@ -283,9 +283,9 @@ class Promoter:
                 # Or every promotion transaction from now on would be lost with it.
                 self._quarantine.add(error.cause)
         else:
-            for transaction, state in kept_as:
-                # If it was parked in the meantime, it needs a copy with that state.
-                if transaction.state is state:
+            for transaction, *stored in kept_as:
+                # If it was parked in the meantime, it needs a copy with that state and round.
+                if [transaction.state, transaction.checks.round] == stored:
                     self._ledger.index.to_keep.pop(transaction.id, None)
             for transaction in txn.release:
                 self._ledger.index.to_release.pop(transaction.id, None)
