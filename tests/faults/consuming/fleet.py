@@ -341,7 +341,11 @@ class Fleet(Processes):
             await asyncio.sleep(0.3)
             if self.case.on_failure == "aside":
                 await self.release()
-            before, left = left, await self._open()
+            before = left
+            try:
+                left = await self._open()
+            except (KafkaException, KafkaError, OSError, AssertionError) as error:
+                left = [str(error)]
             if left != before:
                 since_s = time.monotonic()
             elif time.monotonic() - since_s > SETTLE_S:
@@ -350,14 +354,11 @@ class Fleet(Processes):
 
     async def _open(self) -> list[str]:
         """Return the names of messages that are not done."""
-        try:
-            stored = (await self._look()).offsets
-            left = await asyncio.to_thread(self._in_transactions)
-            sources, retries, asides = [
-                await asyncio.to_thread(self._read, *names) for names in self._names()[:3]
-            ]
-        except (KafkaException, KafkaError, OSError, AssertionError) as error:
-            return [str(error)]
+        stored = (await self._look()).offsets
+        left = await asyncio.to_thread(self._in_transactions)
+        sources, retries, asides = [
+            await asyncio.to_thread(self._read, *names) for names in self._names()[:3]
+        ]
         for record in (*sources, *retries):
             low, _ranges = read_position(*stored.get((record.topic, record.partition), (0, "")))
             if record.offset >= low:
