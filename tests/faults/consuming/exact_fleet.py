@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aiokafka.errors import KafkaError
-from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
+from confluent_kafka import IsolationLevel, TopicPartition
 from confluent_kafka.admin import OffsetSpec
 
 from tests.faults.consuming.exact_judge import ExactJudge, Outcome, Sample
@@ -184,12 +184,9 @@ class ExactFleet(Fleet):
     async def _open(self) -> list[str]:
         if self.tables is None:
             return await super()._open() or await self._staged()
-        try:
-            ends = await asyncio.to_thread(self._ends)
-            sample = await self._sample()
-            kept = await asyncio.to_thread(self.tables.kept, self.group)
-        except (KafkaException, KafkaError, AssertionError, *ERRORS) as error:
-            return [str(error)]
+        ends = await asyncio.to_thread(self._ends)
+        sample = await self._sample()
+        kept = await asyncio.to_thread(self.tables.kept, self.group)
         left = []
         for place, end in ends.items():
             found = sample.table.get(place)

@@ -31,6 +31,7 @@ from tests.faults.consuming.judge import (
     read_history,
 )
 from tests.faults.consuming.judge import position as read_position
+from tests.faults.consuming.tables import ERRORS
 from tests.faults.processes import Instance, Processes
 from tests.kit.topic_reader import admin_of, create_topic, read_topics
 from tests.kit.until import until
@@ -344,7 +345,7 @@ class Fleet(Processes):
             before = left
             try:
                 left = await self._open()
-            except (KafkaException, KafkaError, OSError, AssertionError) as error:
+            except (KafkaException, KafkaError, AssertionError, *ERRORS) as error:
                 left = [str(error)]
             if left != before:
                 since_s = time.monotonic()
