@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import re
 import signal
 import subprocess
@@ -60,8 +61,10 @@ class Instance:
 
     def signal(self, what: signal.Signals) -> None:
         """Send a signal to it; nothing happens if it has ended."""
+        # `Process.send_signal` looks whether it has ended, and then asyncio loses the exit code.
         with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(what)
+            if self.running:
+                os.kill(self.process.pid, what)
 
 
 class Processes:
