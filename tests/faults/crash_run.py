@@ -53,9 +53,13 @@ class FailingProxy(ProxyProcess):
         super().__init__(bootstrap, **settings)
         self._forge = forge
         self._armed = armed
+        self.pids: set[int] = set()
+        """Process ids of all its starts: one that took a step may have ended since."""
 
     async def _spawn(self, environment: Mapping[str, str]) -> Any:
-        return await self._forge.fork([str(self._armed), "proxy"], environment)
+        fork = await self._forge.fork([str(self._armed), "proxy"], environment)
+        self.pids.add(fork.pid)
+        return fork
 
     async def owned(self) -> list[int]:
         """Return the partitions that it reports as owned; none without an answer."""
@@ -163,7 +167,7 @@ class Pair:
         lines = await until(done, HEAL_S)
         step = json.loads(lines[-1])
         self.recorder.note(step["action"], f"{step['point']} {step['pid']}")
-        return next(proxy for proxy in self.proxies if proxy.pid == step["pid"])
+        return next(proxy for proxy in self.proxies if step["pid"] in proxy.pids)
 
     def mend(self) -> None:
         """Disarm, and wake paused proxies."""
