@@ -146,7 +146,7 @@ class Fleet(Processes):
         self.slow_s = 0.0
         self._stored: list[Stored] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._loading = True
+        self._loading = self._watching = True
         self.load = ""
         self.load_until = 0.0
         self.many = 0
@@ -306,7 +306,7 @@ class Fleet(Processes):
         return f"bad-{self.produced}", {**value, **slow, "fails_until": self.load_until}
 
     async def _watch(self) -> None:
-        while True:
+        while self._watching:
             await asyncio.sleep(0.5)
             with contextlib.suppress(KafkaError, OSError):
                 self._stored.append(await self._look())
@@ -425,8 +425,8 @@ class Fleet(Processes):
 
     async def close(self) -> None:
         """End all instances, and read everything."""
-        for task in self._tasks:
-            task.cancel()
+        # Not by cancellation, which aiokafka's admin client may swallow.
+        self._loading = self._watching = False
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(self.stop(instance) for instance in list(self.instances)))
         self._stored.append(await self.awaited(self._look))
