@@ -14,16 +14,15 @@ from tests.alerts import promql
 from txbroker.consumer.statistics import METRICS
 from txbroker.contract.service import CHECKS_FAILING_MIN, CHECKS_FAILING_SHARE
 from txbroker.diagnosis.limits import LIMITS, percent, span
-from txbroker.diagnosis.table import DIAGNOSES
+from txbroker.diagnosis.table import AUDIT_STALE, DIAGNOSES
 from txbroker.proxy.observe.metrics import Metrics
 from txbroker.relay.metrics import METRICS as RELAY_METRICS
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "charts/txbroker/files"
 RUNBOOKS = ROOT / "docs/runbooks"
-RUNBOOKS_URL = yaml.safe_load((ROOT / "charts/txbroker/values.yaml").read_text())["prometheusRule"][
-    "runbooksUrl"
-]
+VALUES = yaml.safe_load((ROOT / "charts/txbroker/values.yaml").read_text())
+RUNBOOKS_URL = VALUES["prometheusRule"]["runbooksUrl"]
 SECTIONS = ["Meaning", "Impact", "Diagnosis", "Mitigation"]
 
 
@@ -138,6 +137,23 @@ def test_runbook_has_every_section(page: Path) -> None:
 def test_pages_name_the_limit(page: str, row: str, limit: str) -> None:
     (found,) = re.findall(rf"^\| `{row}` \|.*$", (ROOT / "docs" / page).read_text(), re.M)
     assert limit in found
+
+
+def test_audits_are_stale_after_two_of_the_usual_intervals() -> None:
+    schedule = VALUES["audit"]["schedule"]
+    once_a_day = re.fullmatch(r"(\d+) (\d+) \* \* \*", schedule)
+    assert once_a_day
+    assert span(LIMITS.audit_s) == "2 days"
+    page = (ROOT / "docs/how-to/schedule-the-audit.md").read_text()
+    minute, hour = (int(number) for number in once_a_day.groups())
+    assert f"OnCalendar={hour:02}:{minute:02}\n" in page
+    shown = re.findall(r'(?:^|schedule=")([\d*/,-]+(?: [\d*/,-]+){4})', page, re.M)
+    assert shown == [schedule, schedule]
+    for text in (page, AUDIT_STALE.todo, (ROOT / "docs/operate/kubernetes.md").read_text()):
+        assert "every night" in text
+    runbook = (RUNBOOKS / "TxBrokerAuditStale.md").read_text()
+    assert "two intervals" in runbook
+    assert "once a night" in runbook
 
 
 def test_docs_name_existing_metrics() -> None:
