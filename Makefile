@@ -177,6 +177,7 @@ docs: $(VENV)/.dev ## Renew the reference pages, the dashboard, and schema and t
 	@$(BIN)/python -m txbroker.cli.api_reference
 	@$(BIN)/python docs/states.py
 	@$(BIN)/python docs/diagnoses.py
+	@$(BIN)/python docs/verdicts.py
 	@$(BIN)/python -m txbroker.cli.reference > docs/reference/cli.md
 	@$(BIN)/python -m tests.faults.crash_cases > docs/reference/failpoints.md
 	@$(BIN)/python -m tests.faults.cluster.runs_table docs/reference/fault-runs.jsonl > docs/reference/fault-runs.md

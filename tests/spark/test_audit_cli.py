@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import sqlite3
 import subprocess
 import sys
@@ -654,6 +655,7 @@ def test_the_file_for_spark_submit() -> None:
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "reference" / "audit-tables.md").read_text()
+VERDICTS = (DOCS / "reference" / "verdicts.md").read_text()
 
 
 def section(title: str) -> str:
@@ -683,13 +685,19 @@ def test_every_column_is_described(title: str, ddl: str) -> None:
     assert [column for column in columns if column not in described] == []
 
 
-def test_every_finding_is_described_the_gravest_first() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ", section("Findings"), re.M)
-    assert rows == [(kind.name, kind.title) for kind in ALL_KINDS]
+def test_the_page_of_verdicts_is_current_and_explains_every_kind() -> None:
+    page = runpy.run_path(str(DOCS / "verdicts.py"))["verdicts_page"]()
+    assert page == VERDICTS, "run make docs"
+    explained = [kind for kind in ALL_KINDS if kind.found and kind.evidence and kind.todo]
+    assert explained == [*ALL_KINDS]
+    # Its order is that of gravity, by which a row's verdict is its first finding.
+    assert re.findall(r"^### `(\w+)`\n\*(.+)\*, (\w+)\.$", page, re.M) == [
+        (kind.name, kind.title, kind.severity) for kind in ALL_KINDS
+    ]
 
 
 def test_each_verdict_without_findings_has_a_meaning_in_the_cli() -> None:
-    named = re.findall(r"^\| `(\w+)` \|", section("Verdicts"), re.M)
+    named = re.findall(r"^\| `(\w+)` \|", VERDICTS.partition("\n## ")[0], re.M)
     assert len(named) == 7
     assert [name for name in named if name not in STATES] == []
 
