@@ -13,10 +13,11 @@ from msgspec import Struct, structs
 from pyspark.sql import SparkSession
 
 from txbroker.errors import ConfigurationError
-from txbroker.spark.folders import Folders, remove
+from txbroker.spark.folders import Folders
 from txbroker.spark.journal import Journal
 from txbroker.spark.lock import tables_locked
 from txbroker.spark.schema import RunSummary
+from txbroker.spark.storage.storage import storage_of
 from txbroker.spark.tables.changes import changes, count_reopened, run_row
 from txbroker.spark.tables.findings import count_findings
 from txbroker.spark.tables.judged import JudgedRun
@@ -105,7 +106,7 @@ def tidy_up(spark: SparkSession, data_dir: Path, journal: Journal) -> str:
         else:
             store.discard(note.run)
     for folder in note.stale if counts else Folders(note.out).all_of(note.run):
-        remove(spark, folder)
+        storage_of(spark, folder).remove(folder)
     path.unlink()
     return "" if counts else note.run
 

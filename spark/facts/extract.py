@@ -43,7 +43,7 @@ from txbroker.spark.facts.messages import (
     with_contents,
 )
 from txbroker.spark.facts.topics import TopicReader, count_of, in_words
-from txbroker.spark.folders import make, names_in, remove, replace, run_of
+from txbroker.spark.folders import run_of
 from txbroker.spark.schema import (
     Extract,
     Facts,
@@ -57,6 +57,7 @@ from txbroker.spark.schema import (
     no_rows,
 )
 from txbroker.spark.session import spread
+from txbroker.spark.storage.storage import storage_of
 
 _BROADCAST_ROWS_MAX = 500_000
 _CODEC = {
@@ -107,7 +108,7 @@ class _Extraction:
         self._spark, self._access, self._names = spark, access, names
         self._reader = TopicReader(spark, access)
         self._terms, self._folder, self._before = terms, folder.rstrip("/"), before
-        self._run = run_of(self._folder)
+        self._files, self._run = storage_of(spark, self._folder), run_of(self._folder)
         self._was, self._counted_from = _by_topic(before), _by_topic(counted_from)
         self._written: dict[str, WrittenRows] = {}
 
@@ -116,7 +117,7 @@ class _Extraction:
         self._part = part
         began_s = time.monotonic()
         for name in (*Facts._fields, "broken"):
-            make(spark, self._path(name))
+            self._files.make(self._path(name))
         op_early = self._access.own_ends(names.op)
         (half,) = self._in_part(self._read_on(self._access.own_ends(names.half)))
         half_clock = LogClock.after(len(half.ends), () if before is None else before.half_clock_ms)
@@ -267,7 +268,7 @@ class _Extraction:
         if not reads:
             return
         path = self._path(name)
-        there = names_in(self._spark, path)
+        there = self._files.names(path)
         try:
             with spread(self._spark, sum(map(count_of, reads))):
                 self._append(name, facts(self._reader.records(reads)))
@@ -276,8 +277,8 @@ class _Extraction:
             if not far:
                 raise
             # Committers that move each task's files leave the files of a failed write.
-            for left in set(names_in(self._spark, path)).difference(there):
-                remove(self._spark, f"{path}/{left}")
+            for left in set(self._files.names(path)).difference(there):
+                self._files.remove(f"{path}/{left}")
             for records in self._reader.around(reads, far):
                 self._append(name, facts(records))
 
@@ -367,7 +368,7 @@ class _Extraction:
         new = f"{self._path(name)}.new"
         del self._written[name]
         self._store(name, rows.select(*_types(name).names), new)
-        replace(self._spark, new, self._path(name))
+        self._files.replace(new, self._path(name))
 
     # --- reading -----------------------------------------------------------------------------
 

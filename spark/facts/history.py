@@ -24,7 +24,7 @@ from txbroker.errors import ConfigurationError
 from txbroker.spark.access import AuditKafka
 from txbroker.spark.facts.extract import extract, whole_with_key
 from txbroker.spark.facts.messages import id_time_ms
-from txbroker.spark.folders import Folders, read_bytes, runs_in, write_bytes
+from txbroker.spark.folders import Folders, runs_in
 from txbroker.spark.judge.horizon import SavedHorizon
 from txbroker.spark.schema import (
     BROKEN,
@@ -39,6 +39,7 @@ from txbroker.spark.schema import (
     TopicNames,
     no_rows,
 )
+from txbroker.spark.storage.storage import storage_of
 
 _BUCKET_MS = 60_000
 _BUCKETS_MAX = 2000
@@ -334,7 +335,7 @@ class CarriedState(Struct, frozen=True):
 def read_chain(spark: SparkSession, folders: Folders, run: str) -> Chain | None:
     """Return where a run ended, of any version up to this one; None where there is no such run."""
     path = f"{folders.carry(run)}/{_CHAIN}"
-    written = read_bytes(spark, path)
+    written = storage_of(spark, path).read(path)
     if written is None:
         return None
     try:
@@ -504,7 +505,7 @@ def write_carried(
         chain = structs.replace(chain, rows=count.get)
     if chain.keys and keys is not None:
         keys.write.parquet(f"{folder}/keys")
-    write_bytes(spark, f"{folder}/{_CHAIN}", msgspec.json.encode(chain))
+    storage_of(spark, folder).write(f"{folder}/{_CHAIN}", msgspec.json.encode(chain))
 
 
 def keys_in_window(

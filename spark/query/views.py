@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pyspark.sql import SparkSession
 
 from txbroker.errors import ConfigurationError
-from txbroker.spark.folders import qualified
+from txbroker.spark.storage.storage import storage_of
 from txbroker.spark.tables.layout import TABLES
 from txbroker.spark.tables.sketch import GAMMA, PERCENTILES
 from txbroker.spark.tables.store import TableStore
@@ -151,7 +151,8 @@ def register(spark: SparkSession, store: TableStore, database: str) -> None:
     spark.sql(f"USE `{database}`")
     for table in TABLES:
         store.register(table)
-        kept, ours = _location(spark, table.name), qualified(spark, f"{store.out}/{table.name}")
+        path = f"{store.out}/{table.name}"
+        kept, ours = _location(spark, table.name), storage_of(spark, path).qualified(path)
         if kept != ours:
             raise ConfigurationError(
                 f"the table {table.name} of the database {database} is another folder's ({kept}): "

@@ -21,9 +21,9 @@ from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.tools.audit_results import KafkaDrift
 from txbroker.spark.access import AuditKafka
 from txbroker.spark.facts.bounds import far_offsets
-from txbroker.spark.folders import names_in, read_bytes, write_whole
 from txbroker.spark.judge.rows import ALWAYS, Horizon
 from txbroker.spark.schema import TEXT_MAX, BrokenRecord, Example
+from txbroker.spark.storage.storage import storage_of
 from txbroker.spark.stream.query import FINDING, SET_ASIDE_MAX, TARGETS_SOURCE
 from txbroker.spark.tables.events import EvidencePlace, drift_event
 
@@ -383,7 +383,7 @@ class StreamManifest(Struct, frozen=True, kw_only=True):
 
 def read_home(spark: SparkSession, checkpoint: str) -> StreamManifest | None:
     """Return a checkpoint's manifest, None where no stream has begun there."""
-    content = read_bytes(spark, _path(checkpoint))
+    content = storage_of(spark, checkpoint).read(_path(checkpoint))
     return None if content is None else decode_home(checkpoint, content)
 
 
@@ -411,7 +411,7 @@ def decode_home(checkpoint: str, content: bytes) -> StreamManifest:
 
 def write_home(spark: SparkSession, checkpoint: str, home: StreamManifest) -> None:
     """Store the manifest."""
-    write_whole(spark, _path(checkpoint), msgspec.json.encode(home))
+    storage_of(spark, checkpoint).write(_path(checkpoint), msgspec.json.encode(home))
 
 
 def _path(checkpoint: str) -> str:
@@ -431,8 +431,8 @@ class _BatchOffsets:
     """Where a batch ends, by source."""
 
     def __init__(self, spark: SparkSession, folder: str, number: int) -> None:
-        self._spark, self._path = spark, f"{folder}/{number}"
-        lines = (read_bytes(spark, self._path) or b"").decode().split("\n")
+        self._files, self._path = storage_of(spark, folder), f"{folder}/{number}"
+        lines = (self._files.read(self._path) or b"").decode().split("\n")
         self._head, sources = lines[:_HEAD_LINES], lines[_HEAD_LINES:]
         self.sources: list[_Offsets] = [
             {} if each == _NO_SOURCE else msgspec.json.decode(each) for each in sources if each
@@ -442,7 +442,13 @@ class _BatchOffsets:
         sources = [
             msgspec.json.encode(each).decode() if each else _NO_SOURCE for each in self.sources
         ]
-        write_whole(self._spark, self._path, "\n".join((*self._head, *sources)).encode())
+        self._files.write(self._path, "\n".join((*self._head, *sources)).encode())
+
+
+def _batches(spark: SparkSession, folder: str) -> list[int]:
+    """Return the numbers of the batches whose offsets are in a folder."""
+    names = storage_of(spark, folder).names(folder)
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 def begin_at(
@@ -460,8 +466,7 @@ def begin_at(
         return
     folder = f"{checkpoint.rstrip('/')}/offsets"
     # The last batch may be repeated. It then begins where the one before it ended.
-    numbers = sorted(int(name) for name in names_in(spark, folder) if name.isdigit())[-2:]
-    for number in numbers:
+    for number in _batches(spark, folder)[-2:]:
         offsets = _BatchOffsets(spark, folder, number)
         known = {**starts, **offsets.sources[TARGETS_SOURCE], **renewed}
         offsets.sources[TARGETS_SOURCE] = {topic: at for topic, at in known.items() if at}
@@ -479,9 +484,10 @@ def read_around(
     `set_aside` stores records that no batch will read any more, before the offsets move.
     """
     folder = f"{checkpoint.rstrip('/')}/offsets"
-    number = max((int(name) for name in names_in(spark, folder) if name.isdigit()), default=-1)
-    if number < 0:
+    numbers = _batches(spark, folder)
+    if not numbers:
         return False
+    number = numbers[-1]
     failed = _BatchOffsets(spark, folder, number)
     before = _BatchOffsets(spark, folder, number - 1)
     begins = before.sources or [{} for _ in failed.sources]

@@ -3,13 +3,11 @@
 It needs no Spark, so that a run with an unsuitable folder ends before Spark starts.
 """
 
-from pathlib import Path
-from urllib.parse import unquote, urlsplit
-
 import msgspec
 from msgspec import Struct
 
 from txbroker.errors import ConfigurationError
+from txbroker.spark.storage.local import local_path
 from txbroker.spark.tables.formats import MERGED
 from txbroker.spark.tables.layout import TABLES_VERSION
 
@@ -98,10 +96,9 @@ def check_local(out: str, installation: str, table_format: str | None, series: s
     Raises:
         ConfigurationError: the folder cannot be used, or its tables are others'.
     """
-    uri = urlsplit(out)
-    if uri.scheme not in ("", "file"):
+    folder = local_path(out)
+    if folder is None:
         return
-    folder = Path(unquote(uri.path) if uri.scheme else out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:

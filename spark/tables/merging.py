@@ -12,8 +12,8 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructField
 
 from txbroker.errors import ConfigurationError
-from txbroker.spark.folders import exists, names_in
 from txbroker.spark.session import has_class, setting
+from txbroker.spark.storage.storage import storage_of
 from txbroker.spark.tables.formats import TableFormat
 from txbroker.spark.tables.judged import same_keys
 from txbroker.spark.tables.layout import Table
@@ -65,7 +65,7 @@ class MergedTables:
         rows = self._spark.read.schema(table.ddl).parquet(f"{staged}/rows")
         keys, days = ["day", *table.keys], rows.select("day")
         source = rows.withColumn(_GONE, F.lit(False))
-        if exists(self._spark, f"{staged}/known"):
+        if storage_of(self._spark, staged).exists(f"{staged}/known"):
             schema = rows.select(keys).schema
             known = self._spark.read.schema(schema).parquet(f"{staged}/known")
             # A row may move to another day.
@@ -130,7 +130,7 @@ class MergedTables:
         except AnalysisException as error:
             folder = f"{self._out}/{table.name}"
             # A kill may leave the folder of the log, but rows are only written after it.
-            if set(names_in(self._spark, folder)) - {self._format.log}:
+            if set(storage_of(self._spark, folder).names(folder)) - {self._format.log}:
                 raise ConfigurationError(
                     f"{folder} cannot be read as {self._format.title} ({error.getCondition()}): "
                     "restore it, or name another folder with --out"

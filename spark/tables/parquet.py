@@ -13,17 +13,9 @@ import msgspec
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from txbroker.spark.folders import (
-    exists,
-    move,
-    names_in,
-    read_bytes,
-    remove,
-    sizes_in,
-    write_bytes,
-)
 from txbroker.spark.schema import no_rows
 from txbroker.spark.session import setting
+from txbroker.spark.storage.storage import storage_of
 from txbroker.spark.tables.judged import known_keys, same_keys
 from txbroker.spark.tables.layout import Table
 
@@ -39,19 +31,19 @@ class ParquetTables:
     """The engine of Parquet tables; see `store.TableEngine`."""
 
     def __init__(self, spark: SparkSession, out: str) -> None:
-        self._spark, self._out = spark, out
+        self._spark, self._out, self._storage = spark, out, storage_of(spark, out)
 
     def read(self, table: Table) -> DataFrame:
         """Return the rows of a table."""
         folder = self._folder(table)
-        if not exists(self._spark, folder):
+        if not self._storage.exists(folder):
             return no_rows(self._spark, table.ddl)
         return self._files(table, [folder])
 
     def stage(self, staged: str, table: Table, rows: DataFrame, known: DataFrame | None) -> None:
         """Write new rows, and the other rows of files that hold known ones."""
         replaced: list[str] = []
-        if known is not None and exists(self._spark, self._folder(table)):
+        if known is not None and self._storage.exists(self._folder(table)):
             replaced = self._files_with(table, known)
             paths = [f"{self._folder(table)}/{name}" for name in replaced]
             if paths:
@@ -65,8 +57,8 @@ class ParquetTables:
         """Write the small files of each day that has several again, as few ones."""
         files: dict[str, int] = {}
         parts: dict[date, int] = {}
-        for day in filter(_is_day, names_in(self._spark, self._folder(table))):
-            sizes = sizes_in(self._spark, f"{self._folder(table)}/{day}")
+        for day in filter(_is_day, self._storage.names(self._folder(table))):
+            sizes = self._storage.sizes(f"{self._folder(table)}/{day}")
             small = {f"{day}/{name}": n for name, n in sizes.items() if n < _SMALL_BYTES}
             if len(small) > 1:
                 files |= small
@@ -82,11 +74,11 @@ class ParquetTables:
 
     def apply(self, staged: str, table: Table) -> None:
         """Rename the staged files into the table, and remove those that they replace."""
-        content = read_bytes(self._spark, f"{staged}/{_REPLACED_FILE}")
-        for day in filter(_is_day, names_in(self._spark, f"{staged}/rows")):
-            move(self._spark, f"{staged}/rows/{day}", f"{self._folder(table)}/{day}")
+        content = self._storage.read(f"{staged}/{_REPLACED_FILE}")
+        for day in filter(_is_day, self._storage.names(f"{staged}/rows")):
+            self._storage.move(f"{staged}/rows/{day}", f"{self._folder(table)}/{day}")
         for name in msgspec.json.decode(content or b"[]", type=list[str]):
-            remove(self._spark, f"{self._folder(table)}/{name}")
+            self._storage.remove(f"{self._folder(table)}/{name}")
 
     def register(self, table: Table) -> None:
         """Enter the table in the current database, with the days that it has now."""
@@ -100,7 +92,7 @@ class ParquetTables:
         # INT96, Spark's default, has no statistics, and DuckDB and Arrow call it deprecated.
         with setting(self._spark, _TIMESTAMP_TYPE, "TIMESTAMP_MICROS"):
             rows.write.partitionBy("day").parquet(f"{staged}/rows")
-        write_bytes(self._spark, f"{staged}/{_REPLACED_FILE}", msgspec.json.encode(replaced))
+        self._storage.write(f"{staged}/{_REPLACED_FILE}", msgspec.json.encode(replaced))
 
     def _files(self, table: Table, paths: list[str]) -> DataFrame:
         reader = self._spark.read.schema(table.ddl).option("basePath", self._folder(table))

@@ -15,15 +15,8 @@ import msgspec
 from msgspec import structs
 from pyspark.sql import DataFrame, SparkSession
 
-from txbroker.spark.folders import (
-    exists,
-    names_in,
-    read_bytes,
-    remove,
-    write_bytes,
-    write_whole,
-)
 from txbroker.spark.schema import no_rows
+from txbroker.spark.storage.storage import storage_of
 from txbroker.spark.tables.formats import MERGED
 from txbroker.spark.tables.layout import TABLES, Table
 from txbroker.spark.tables.manifest import MANIFEST_FILE, PARQUET, Manifest, manifest_of
@@ -73,7 +66,7 @@ class TableStore:
         stored: Manifest | None,
     ) -> None:
         self.out, self.manifest, self._stored = out, manifest, stored
-        self._spark, self._engine = spark, engine
+        self._spark, self._engine, self._files = spark, engine, storage_of(spark, out)
 
     def read(self, table: Table) -> DataFrame:
         """Return a table; columns as in the layout, no row where there is no table."""
@@ -97,15 +90,15 @@ class TableStore:
     def apply(self, run: str) -> None:
         """Change the tables as a run has staged; nothing where that was done already."""
         folder = f"{self._staged}/run={run}"
-        names = names_in(self._spark, folder)
+        names = self._files.names(folder)
         for table in TABLES:
             if table.name in names:
                 self._engine.apply(f"{folder}/{table.name}", table)
-        remove(self._spark, folder)
+        self._files.remove(folder)
 
     def discard(self, run: str) -> None:
         """Remove the staged rows of a run that does not count."""
-        remove(self._spark, f"{self._staged}/run={run}")
+        self._files.remove(f"{self._staged}/run={run}")
 
     def compact(self, run: str) -> dict[str, int]:
         """Join small files, which counts from `conclude` on; return how many, by table."""
@@ -118,15 +111,15 @@ class TableStore:
 
     def conclude(self, run: str) -> None:
         """Let the staged changes of an upkeep count, which has no entry in the journal."""
-        write_bytes(self._spark, f"{self._staged}/run={run}/{_CONCLUDED}", b"")
+        self._files.write(f"{self._staged}/run={run}/{_CONCLUDED}", b"")
 
     def is_concluded(self, run: str) -> bool:
         """Return whether the staged changes count without an entry in the journal."""
-        return exists(self._spark, f"{self._staged}/run={run}/{_CONCLUDED}")
+        return self._files.exists(f"{self._staged}/run={run}/{_CONCLUDED}")
 
     def staged_runs(self) -> list[str]:
         """Return the runs with staged rows, the oldest first."""
-        return sorted(name.removeprefix("run=") for name in names_in(self._spark, self._staged))
+        return sorted(name.removeprefix("run=") for name in self._files.names(self._staged))
 
     def belong_to(self, series: str) -> None:
         """Let the tables belong to a series of audits, from the first rows on that it stages."""
@@ -135,7 +128,7 @@ class TableStore:
     def write(self, manifest: Manifest) -> None:
         """Replace `tables.json`."""
         content = msgspec.json.encode(manifest)
-        write_whole(self._spark, f"{self.out}/{MANIFEST_FILE}", content)
+        self._files.write(f"{self.out}/{MANIFEST_FILE}", content)
         self.manifest = self._stored = manifest
 
     def note_expiry(self, day: str) -> None:
@@ -182,7 +175,7 @@ def open_store(
         ConfigurationError: the tables do not fit, or the folder cannot be read.
     """
     out = out.rstrip("/")
-    content = read_bytes(spark, f"{out}/{MANIFEST_FILE}")
+    content = storage_of(spark, out).read(f"{out}/{MANIFEST_FILE}")
     found = manifest_of(out, content, installation, table_format, series)
     manifest = found or Manifest(installation or "", table_format or PARQUET)
     merged = MERGED.get(manifest.format)

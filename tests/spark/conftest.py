@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator
+from tempfile import gettempdir
 from typing import TYPE_CHECKING
 
 import pytest
@@ -45,6 +46,8 @@ SPARK_CONF = {
     "spark.driver.memory": "1g",
     "spark.sql.shuffle.partitions": "2",
     "spark.default.parallelism": "2",
+    # A file system that only Java reaches: `viewfs://store/tmp/x` is the folder `/tmp/x`.
+    f"spark.hadoop.fs.viewfs.mounttable.store.link.{gettempdir()}": f"file://{gettempdir()}",
     # Tests need no query plans, which Spark stores at the end of each stage.
     "spark.sql.maxPlanStringLength": "0",
 }

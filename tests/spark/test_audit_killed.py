@@ -11,8 +11,10 @@ import pytest
 
 from tests.spark.fact_world import World
 from tests.spark.test_audit_incremental import COMPARED, Installation, differences
-from txbroker.spark import commit, run
+from txbroker.spark import run
 from txbroker.spark.journal import Journal
+from txbroker.spark.storage.hadoop import HadoopStorage
+from txbroker.spark.storage.local import LocalStorage
 from txbroker.spark.tables.layout import RUNS, TABLES
 from txbroker.spark.tables.parquet import ParquetTables
 from txbroker.spark.tables.store import TableStore, open_store
@@ -43,18 +45,23 @@ class Death:
         }
         for owner, (name, label) in after.items():
             monkeypatch.setattr(owner, name, self._then(getattr(owner, name), label))
-        remove, tidy_up = commit.remove, run.tidy_up
+        tidy_up = run.tidy_up
 
-        def removing(spark: SparkSession, path: str) -> None:
-            self.at(f"removing {Path(path).parent.name}")
-            remove(spark, path)
+        def removing(remove: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+            def called(storage: Any, path: str) -> None:
+                if "/run=" not in path.rpartition("/")[0]:
+                    self.at(f"removing {Path(path).parent.name}")
+                remove(storage, path)
+
+            return called
 
         def tidying(*given: Any) -> str:
             if self.reached and self.reached[-1] == self.point:
                 raise Killed
             return tidy_up(*given)
 
-        monkeypatch.setattr(commit, "remove", removing)
+        for storage in (LocalStorage, HadoopStorage):
+            monkeypatch.setattr(storage, "remove", removing(storage.remove))
         monkeypatch.setattr(run, "tidy_up", tidying)
 
     def _then(self, call: Callable[..., Any], label: Callable[..., str]) -> Callable[..., Any]:

@@ -19,14 +19,7 @@ from txbroker.spark.facts.history import (
     left_of,
     times_of,
 )
-from txbroker.spark.folders import (
-    Folders,
-    exists,
-    read_bytes,
-    remove,
-    runs_in,
-    write_bytes,
-)
+from txbroker.spark.folders import Folders, runs_in
 from txbroker.spark.journal import Journal
 from txbroker.spark.judge.horizon import (
     RetentionGaps,
@@ -47,6 +40,7 @@ from txbroker.spark.schema import (
     TimeSpan,
     TopicRead,
 )
+from txbroker.spark.storage.local import LocalStorage
 from txbroker.spark.tables.current import counting_rows, current_verdicts
 from txbroker.spark.tables.layout import TRANSACTIONS
 from txbroker.spark.tables.store import open_store
@@ -96,11 +90,11 @@ def test_output_of_dead_run_is_removed_and_the_rest_stays(
 ) -> None:
     out, journal = str(tmp_path / "out"), Journal(tmp_path / "audit.db")
     for folder in (*Folders(out).all_of("dead"), *Folders(out).all_of("old")):
-        write_bytes(spark, f"{folder}/part", b"1")
+        LocalStorage().write(f"{folder}/part", b"1")
     note_down(tmp_path, RunNote("dead", out, (Folders(out).carry("old"),)))
     assert tidy_up(spark, tmp_path, journal) == "dead"
-    assert not any(exists(spark, folder) for folder in Folders(out).all_of("dead"))
-    assert all(exists(spark, folder) for folder in Folders(out).all_of("old"))
+    assert not any(map(LocalStorage().exists, Folders(out).all_of("dead")))
+    assert all(map(LocalStorage().exists, Folders(out).all_of("old")))
     assert tidy_up(spark, tmp_path, journal) == ""
 
 
@@ -110,12 +104,12 @@ def test_counted_run_that_died_before_cleanup_is_cleaned_up(
     out, journal = str(tmp_path / "out"), Journal(tmp_path / "audit.db")
     journal.add(summary("new"))
     for folder in (*Folders(out).all_of("new"), *Folders(out).all_of("old")):
-        write_bytes(spark, f"{folder}/part", b"1")
+        LocalStorage().write(f"{folder}/part", b"1")
     note_down(tmp_path, RunNote("new", out, (Folders(out).carry("old"),)))
     assert tidy_up(spark, tmp_path, journal) == ""
-    assert all(exists(spark, folder) for folder in Folders(out).all_of("new"))
-    assert exists(spark, Folders(out).facts("old"))
-    assert not exists(spark, Folders(out).carry("old"))
+    assert all(map(LocalStorage().exists, Folders(out).all_of("new")))
+    assert LocalStorage().exists(Folders(out).facts("old"))
+    assert not LocalStorage().exists(Folders(out).carry("old"))
 
 
 def test_a_note_that_was_cut_off_is_no_obstacle(spark: SparkSession, tmp_path: Path) -> None:
@@ -127,28 +121,12 @@ def test_a_note_that_was_cut_off_is_no_obstacle(spark: SparkSession, tmp_path: P
 # --- files -------------------------------------------------------------------------------------
 
 
-def test_small_files_come_back_and_go(spark: SparkSession, tmp_path: Path) -> None:
-    path = f"{tmp_path}/a b/ü=1/x"
-    assert read_bytes(spark, path) is None
-    write_bytes(spark, path, bytes(range(256)))
-    assert read_bytes(spark, path) == bytes(range(256))
-    remove(spark, f"{tmp_path}/a b")
-    assert not exists(spark, path)
-
-
 def test_runs_whose_files_are_there_are_listed(spark: SparkSession, tmp_path: Path) -> None:
     folders = Folders(f"{tmp_path}/a b")
     assert runs_in(spark, folders.facts("1")) == frozenset()
     for path in (folders.facts("1"), folders.facts("2"), folders.verdicts("3")):
-        write_bytes(spark, f"{path}/part", b"1")
+        LocalStorage().write(f"{path}/part", b"1")
     assert runs_in(spark, folders.facts("3")) == {"1", "2"}
-
-
-def test_unknown_output_file_system_is_one_sentence(spark: SparkSession) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"output folder cannot be used: nofs://x/y: .*nofs"
-    ):
-        exists(spark, "nofs://x/y")
 
 
 def verdict(id: str, word: str = "settled", **fields: Any) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,11 @@ import pytest
 from tests.kit.until import until
 from tests.spark import released_tables
 from tests.spark.released_tables import DAY, INSTALLATION, ROWS
+from tests.spark.stores import LOCAL, STORE
 from txbroker.errors import ConfigurationError, TxbrokerError
-from txbroker.spark import folders
 from txbroker.spark.launch.failures import in_words
+from txbroker.spark.storage.hadoop import HadoopStorage
+from txbroker.spark.storage.local import LocalStorage
 from txbroker.spark.tables.layout import DRIFT, TABLES, TRANSACTIONS, Table
 from txbroker.spark.tables.manifest import check_local
 from txbroker.spark.tables.store import TableStore, open_store
@@ -88,18 +90,21 @@ class Killed(BaseException):
 def killed_after(operations: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Kill the process in the block after a number of calls of the file system; yield the calls."""
     made: list[str] = []
-    located = folders._located
 
-    @contextmanager
-    def counted(spark: SparkSession, path: str) -> Iterator[Any]:
-        if len(made) == operations:
-            raise Killed
-        made.append(path)
-        with located(spark, path) as found:
-            yield found
+    def counted(located: Callable[[Any, str], AbstractContextManager[Any]]) -> Any:
+        @contextmanager
+        def located_until(self: Any, path: str) -> Iterator[Any]:
+            if len(made) == operations:
+                raise Killed
+            made.append(path)
+            with located(self, path) as found:
+                yield found
+
+        return located_until
 
     with monkeypatch.context() as patched:
-        patched.setattr(folders, "_located", counted)
+        for storage in (LocalStorage, HadoopStorage):
+            patched.setattr(storage, "_located", counted(storage._located))
         with contextlib.suppress(Killed):
             yield made
 
@@ -108,28 +113,29 @@ def files_below(out: Path) -> set[str]:
     return {str(path.relative_to(out)) for path in out.rglob("*.parquet")}
 
 
+@pytest.mark.parametrize("prefix", [LOCAL, STORE])
 def test_a_run_that_is_killed_while_it_is_applied_is_completed(
-    spark: SparkSession, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
 ) -> None:
     stage(spark, out)
     done, moved = tmp_path / "done", tmp_path / "moved"
     for folder in (done, moved):
         shutil.copytree(out, folder)
     with killed_after(1_000, monkeypatch) as calls:
-        open_store(spark, str(done)).apply("run2")
-    assert runs_of(open_store(spark, str(done))) == NEW_ROWS
+        open_store(spark, prefix + str(done)).apply("run2")
+    assert runs_of(open_store(spark, prefix + str(done))) == NEW_ROWS
     assert len(calls) > 10
     for operations in range(2, len(calls)):
         folder = tmp_path / f"{operations}"
         shutil.copytree(out, folder)
         with killed_after(operations, monkeypatch):
-            open_store(spark, str(folder)).apply("run2")
-        open_store(spark, str(folder)).apply("run2")
+            open_store(spark, prefix + str(folder)).apply("run2")
+        open_store(spark, prefix + str(folder)).apply("run2")
         assert files_below(folder) == files_below(done), operations
     # The files of a day are renamed one by one.
     first, *_ = sorted((moved / "staged/run=run2/transactions/rows").glob("day=*/*.parquet"))
     first.rename(moved / "transactions" / first.parent.name / first.name)
-    open_store(spark, str(moved)).apply("run2")
+    open_store(spark, prefix + str(moved)).apply("run2")
     assert files_below(moved) == files_below(done)
 
 
