@@ -60,6 +60,10 @@ class MergedTables:
         if known is not None:
             known.select("day", *table.keys).write.parquet(f"{staged}/known")
 
+    def create(self, staged: str, table: Table) -> None:
+        """Create the table, or add the columns that it lacks."""
+        self._prepare(table)
+
     def apply(self, staged: str, table: Table) -> None:
         """Merge the staged rows into the table."""
         rows = self._spark.read.schema(table.ddl).parquet(f"{staged}/rows")
@@ -75,7 +79,6 @@ class MergedTables:
         dates = ", ".join(f"DATE'{row.day}'" for row in days.distinct().collect())
         if not dates:
             return
-        self._prepare(table)
         source.createOrReplaceTempView(_SOURCE)
         same = " AND ".join(f"t.`{key}` <=> s.`{key}`" for key in table.keys)
         self._spark.sql(

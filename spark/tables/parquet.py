@@ -4,14 +4,18 @@ A file is never changed. To replace rows, the files that hold them are written a
 into the staging folder like the new rows. Applying renames all staged files into the table, and
 then removes the files that were written again. Both can be repeated. Between the two, a reader sees
 some rows twice, for as long as the renames take.
+
+A new table starts with a file that has its columns and no rows, so that other programs can read it.
 """
 
+import io
 from collections.abc import Sequence
 from datetime import date
 
 import msgspec
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.pandas.types import to_arrow_schema
 
 from txbroker.spark.schema import no_rows
 from txbroker.spark.session import setting
@@ -21,6 +25,8 @@ from txbroker.spark.tables.layout import Table
 
 _TIMESTAMP_TYPE = "spark.sql.parquet.outputTimestampType"
 _REPLACED_FILE = "replaced.json"
+_NO_DAY = "day=1969-12-31"
+"""Where the file without rows is: the day before the first one that a row can have."""
 _SMALL_BYTES = 32 << 20
 """Files below this size are joined."""
 _WHOLE_BYTES = 128 << 20
@@ -35,15 +41,14 @@ class ParquetTables:
 
     def read(self, table: Table) -> DataFrame:
         """Return the rows of a table."""
-        folder = self._folder(table)
-        if not self._storage.exists(folder):
+        if not self._may_have_rows(table):
             return no_rows(self._spark, table.ddl)
-        return self._files(table, [folder])
+        return self._files(table, [self._folder(table)])
 
     def stage(self, staged: str, table: Table, rows: DataFrame, known: DataFrame | None) -> None:
         """Write new rows, and the other rows of files that hold known ones."""
         replaced: list[str] = []
-        if known is not None and self._storage.exists(self._folder(table)):
+        if known is not None and self._may_have_rows(table):
             replaced = self._files_with(table, known)
             paths = [f"{self._folder(table)}/{name}" for name in replaced]
             if paths:
@@ -71,6 +76,19 @@ class ParquetTables:
             part = F.pmod(F.xxhash64(*table.keys), of_day[F.col("day")])
             self._write(staged, rows.repartition(sum(parts.values()), "day", part), [*files])
         return len(files)
+
+    def create(self, staged: str, table: Table) -> None:
+        """Rename a folder with a file without rows to the table's place, if that is free."""
+        folder = self._folder(table)
+        if self._storage.exists(folder):
+            return
+        import pyarrow.parquet as pq  # takes a while, and only the first run needs it
+
+        schema = to_arrow_schema(no_rows(self._spark, table.ddl).drop("day").schema)
+        file = io.BytesIO()
+        pq.write_table(schema.empty_table(), file)
+        self._storage.write(f"{staged}/{_NO_DAY}/no-rows.parquet", file.getvalue())
+        self._storage.replace(staged, folder)
 
     def apply(self, staged: str, table: Table) -> None:
         """Rename the staged files into the table, and remove those that they replace."""
@@ -109,6 +127,11 @@ class ParquetTables:
         found = named.join(known, same_keys(known_keys(table), named, known), "left_semi")
         files = found.select("day", "file").distinct().collect()
         return [f"day={row['day'].isoformat()}/{row['file']}" for row in files]
+
+    def _may_have_rows(self, table: Table) -> bool:
+        # Else Spark would read the file without rows in a job.
+        folder = self._folder(table)
+        return any(name != _NO_DAY for name in self._storage.names(folder))
 
     def _folder(self, table: Table) -> str:
         return f"{self._out}/{table.name}"

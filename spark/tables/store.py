@@ -37,6 +37,9 @@ class TableEngine(Protocol):
     def stage(self, staged: str, table: Table, rows: DataFrame, known: DataFrame | None) -> None:
         """Write below the folder `staged` all that `apply` needs; see `TableStore.stage`."""
 
+    def create(self, staged: str, table: Table) -> None:
+        """Make the table without rows, where there is none, through the folder `staged`."""
+
     def apply(self, staged: str, table: Table) -> None:
         """Change the table as staged. After a kill in the middle it is called again; it is not
         called again once it has returned and `staged` was removed."""
@@ -88,10 +91,14 @@ class TableStore:
         self._engine.stage(f"{self._staged}/run={run}/{table.name}", table, rows[columns], known)
 
     def apply(self, run: str) -> None:
-        """Change the tables as a run has staged; nothing where that was done already."""
+        """Change the tables as a run has staged; nothing where that was done already. Other
+        programs find every table from then on, also those without rows."""
         folder = f"{self._staged}/run={run}"
         names = self._files.names(folder)
+        if not names:
+            return
         for table in TABLES:
+            self._engine.create(f"{folder}/empty/{table.name}", table)
             if table.name in names:
                 self._engine.apply(f"{folder}/{table.name}", table)
         self._files.remove(folder)

@@ -10,6 +10,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd  # type: ignore[import-untyped]
 import pytest
 
 from txbroker.errors import ConfigurationError
@@ -17,7 +18,7 @@ from txbroker.spark.commit import settle
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 from txbroker.spark.lock import tables_locked
 from txbroker.spark.schema import RunSummary
-from txbroker.spark.tables.layout import DRIFT, RUNS, TRANSACTIONS, Table
+from txbroker.spark.tables.layout import DRIFT, RUNS, TABLES, TRANSACTIONS, Table
 from txbroker.spark.tables.store import TableStore, open_store
 from txbroker.spark.tables.upkeep import compact, expire
 
@@ -92,10 +93,28 @@ def what_is_discarded_changes_nothing(spark: SparkSession, store: TableStore) ->
     assert transactions(store) == [("a", FIRST, "1")]
 
 
+def tables_without_rows_exist(spark: SparkSession, store: TableStore) -> None:
+    """For other programs too: from the first run on, and after their rows were removed."""
+    add(store, spark, "1", settled("a", FIRST, "1"))
+    store.stage("2", TRANSACTIONS, rows_of(spark, TRANSACTIONS), known(store, "a"))
+    store.apply("2")
+    assert not any(compact(spark, store.out, Path(store.out).parent).values())
+    for table in TABLES:
+        assert store.read(table).isEmpty()
+        declared = dict(store.read(table).dtypes)
+        folder = f"{store.out}/{table.name}"
+        found = spark.read.format(store.manifest.format).load(folder)
+        assert (dict(found.dtypes), found.isEmpty()) == (declared, True)
+        if store.manifest.format == "parquet":
+            frame = pd.read_parquet(folder)
+            assert ({*frame.columns}, frame.empty) == ({*declared}, True)
+
+
 def older_tables_gain_columns(spark: SparkSession, store: TableStore) -> None:
     older = TRANSACTIONS._replace(ddl="day date, id string")
     engine, staged = store._engine, f"{store.out}/older"
     engine.stage(staged, older, rows_of(spark, older, {"day": FIRST, "id": "a"}), None)
+    engine.create(f"{staged}/empty", older)
     engine.apply(staged, older)
     (row,) = store.read(TRANSACTIONS).collect()
     assert (row.id, row.run, row.places) == ("a", None, None)
@@ -219,6 +238,7 @@ CASES: tuple[Case, ...] = (
     a_run_replaces_rows,
     an_application_can_be_repeated,
     what_is_discarded_changes_nothing,
+    tables_without_rows_exist,
     older_tables_gain_columns,
     compaction_joins_files,
     expiry_keeps_open_findings,

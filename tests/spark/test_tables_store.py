@@ -118,6 +118,7 @@ def test_a_run_that_is_killed_while_it_is_applied_is_completed(
     spark: SparkSession, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
 ) -> None:
     stage(spark, out)
+    shutil.rmtree(out / "attempts")
     done, moved = tmp_path / "done", tmp_path / "moved"
     for folder in (done, moved):
         shutil.copytree(out, folder)
@@ -125,6 +126,9 @@ def test_a_run_that_is_killed_while_it_is_applied_is_completed(
         open_store(spark, prefix + str(done)).apply("run2")
     assert runs_of(open_store(spark, prefix + str(done))) == NEW_ROWS
     assert len(calls) > 10
+    assert [path for path in files_below(done) if path.startswith("attempts")] == [
+        "attempts/day=1969-12-31/no-rows.parquet"
+    ]
     for operations in range(2, len(calls)):
         folder = tmp_path / f"{operations}"
         shutil.copytree(out, folder)
