@@ -51,7 +51,7 @@ def change(
     remove: bool,
 ) -> None:
     """Store or remove acknowledgements; see `txbroker audit ack --help`."""
-    id, kinds = ("", what) if group else (_id(what), what[1:])
+    id, kinds = ("", what) if group else (_first_id(what), what[1:])
     _check_kinds(kinds)
     subject = f"group {group}" if group else id
     if remove:
@@ -90,11 +90,14 @@ def change(
         )
 
 
-def _id(what: Sequence[str]) -> str:
-    """Return the first argument, if it can be the id of a finding."""
+def _first_id(what: Sequence[str]) -> str:
     if not what:
         raise click.UsageError("name an ID and kinds of findings, or --group NAME and kinds")
-    id = what[0]
+    return finding_id(what[0])
+
+
+def finding_id(id: str) -> str:
+    """Return the argument of a command, if it can be the id of a finding."""
     if not _PLACE.fullmatch(id):
         try:
             parse_id(id)

@@ -21,6 +21,7 @@ from txbroker.cli.options import (
 from txbroker.cli.output import object_output_option, output_option
 from txbroker.cli.run import DRIFT, CommandFailed
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
+from txbroker.errors import needs
 from txbroker.spark.tables.manifest import FORMATS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -426,6 +427,31 @@ def expire_command(config: Path | None, out: str | None, keep_days: int, **optio
 
     spark, settings = audits.local_driver(options), settings_from(config, options)
     run_expire(settings, spark, audits.output_folder(settings, out), keep_days)
+
+
+@command.command("explain")
+@click.argument("id")
+@setting_options(("data_dir",))
+@_out_option
+@object_output_option
+def explain_command(
+    id: str, config: Path | None, out: str | None, output: str, **options: Any
+) -> None:
+    """Show why an audit came to its verdict of a transaction, and from which records.
+
+    ID is a transaction, or the TOPIC-PARTITION@OFFSET of an unreadable record. It reads what runs
+    have stored in a local folder, as Parquet. Works without Spark. Exit code 1: no run has stored
+    anything of it.
+    """
+    from txbroker.cli.audit.acknowledge import finding_id
+    from txbroker.cli.audit.run import journal_of, output_folder
+
+    id, settings = finding_id(id), settings_from(config, options)
+    with needs("spark"):
+        from txbroker.cli.audit.explain import show_explanation
+        from txbroker.spark.query.explain import explain
+    where = output_folder(settings, out)
+    show_explanation(explain(where, journal_of(settings), id), output)
 
 
 @command.command("show")
