@@ -28,6 +28,7 @@ _APPLICATION_ID = 0x54584241
 _WAIT_S = 30.0
 """Maximum wait for another process's write; writing an entry takes milliseconds."""
 
+_DAY_MS = 86_400_000
 _BATCH = "mode in ('full', 'incremental')"
 
 
@@ -99,6 +100,14 @@ class Journal:
     def runs(self, limit: int = 50) -> list[RunSummary]:
         """Return the newest runs of all modes, the newest first."""
         return self._select("order by started_ms desc, run desc limit ?", limit)
+
+    def daily(self, days: int, until_ms: int) -> list[RunSummary]:
+        """Return the last batch, full or incremental, of each of these days in UTC, the oldest
+        first. The last day is that of `until_ms`, ms since 1970."""
+        last = f"select max(run) as run, started_ms / {_DAY_MS} as day from runs where {_BATCH}"
+        of_days = f"select run from ({last} group by day) where day > ? and day <= ?"
+        day = until_ms // _DAY_MS
+        return self._select(f"where run in ({of_days}) order by run", day - days, day)
 
     def get(self, run: str) -> RunSummary | None:
         """Return a run by name, None where there is none."""

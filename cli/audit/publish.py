@@ -19,7 +19,7 @@ from txbroker.spark.journal import Journal
 from txbroker.spark.lock import tables_locked
 from txbroker.spark.report.report import SET_ASIDE_SHOWN, write_report
 from txbroker.spark.report.summary import set_aside
-from txbroker.spark.report.tables import report_tables
+from txbroker.spark.report.tables import DRIFT_DAYS, report_tables
 from txbroker.spark.schema import Acknowledgement, RunSummary, Thresholds
 from txbroker.spark.tables.events import write_events
 from txbroker.spark.tables.layout import DRIFT
@@ -114,7 +114,8 @@ def report_run(
     broken = summary.set_aside
     if summary.continues and summary.quarantined > len(broken):
         broken = set_aside(read_broken(session, Folders(out), summary.run), SET_ASIDE_SHOWN)
+    daily = journal.daily(DRIFT_DAYS, summary.started_ms)
     with tables_locked(settings.data_dir):
-        tables = report_tables(open_store(session, out), summary.now_ms)
+        tables = report_tables(open_store(session, out), summary.now_ms, daily)
     write_report(path, summary, journal.runs(), tables, broken)
     click.echo(f"The report is in {path}", err=True)

@@ -1,6 +1,6 @@
 """What the report shows of the tables."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from txbroker.spark.report.plots import LatencyPoint, TimeAxis
@@ -44,6 +44,20 @@ class KindCount(NamedTuple):
     of_group: int
 
 
+class DriftDay(NamedTuple):
+    """Open findings by kind after the last run of a day in UTC.
+
+    Attributes:
+        at_ms: when that run started, ms since 1970.
+        open: with the acknowledged ones.
+        acknowledged: those of them.
+    """
+
+    at_ms: int
+    open: Mapping[str, int]
+    acknowledged: Mapping[str, int]
+
+
 class Percentiles(NamedTuple):
     """Percentiles of a group over the whole time, ms; None without values."""
 
@@ -82,3 +96,5 @@ class ReportTables(NamedTuple):
     findings: Sequence[ShownFinding] = ()
     groups: Sequence[GroupLatency] = ()
     time: TimeAxis = TimeAxis(0, 1, 1)
+    days: Sequence[DriftDay] = ()
+    """Days without a run are left out."""

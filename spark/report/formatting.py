@@ -31,6 +31,11 @@ def moment(ms: int) -> str:
     return f"{_utc(ms):%Y-%m-%d %H:%M:%S} UTC"
 
 
+def date(ms: int) -> str:
+    """Return a UTC day."""
+    return f"{_utc(ms):%Y-%m-%d}"
+
+
 def day(ms: int) -> str:
     """Return a UTC day and time to the minute."""
     return f"{_utc(ms):%d %b %H:%M}"

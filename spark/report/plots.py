@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from txbroker.spark.report.formatting import day, duration
 
+DAY_MS = 86_400_000
 NAMES = ("p50", "p95", "p99")
 _LEVELS_MS = (1, 10, 100, 1000, 10_000, 60_000, 600_000, 3_600_000, 36_000_000, 432_000_000)
 
@@ -45,32 +46,31 @@ def common_decades(series: Sequence[Sequence[LatencyPoint]]) -> Decades:
     return Decades(low, max(low + 1, ceil(log10(max(values)))))
 
 
-class Label(NamedTuple):
-    """A text of a plot; `anchor` as SVG's `text-anchor`."""
+class Mark(NamedTuple):
+    """A text beside a plot, at a share of its height, %, from the top."""
 
-    x: float
-    y: float
+    top: float
     words: str
-    anchor: str
 
 
 class Line(NamedTuple):
-    """A line of a plot: the percentile's name, an SVG path, and points without a neighbour."""
+    """A line of a plot: the percentile's name, and an SVG path. A point without a neighbour is a
+    segment without length, which round caps make a dot."""
 
     name: str
     path: str
-    dots: list[tuple[float, float]]
 
 
 class LatencyPlot:
     """Percentiles over time. A step without transactions interrupts the lines.
 
+    The drawing is stretched to its place, so it holds no text: the words beside it keep their size.
+
     Args:
         title: read aloud by screen readers.
     """
 
-    width, left, right, top, base = 460, 52, 452, 10, 150
-    height = base + 22
+    width, height = 1000, 100
 
     def __init__(
         self, title: str, points: Sequence[LatencyPoint], time: TimeAxis, decades: Decades
@@ -90,32 +90,27 @@ class LatencyPlot:
 
     def lines(self) -> Iterator[Line]:
         """Yield the percentiles, the greatest first, so that the others are drawn over it."""
+        begins = [True, *(self._is_gap(*pair) for pair in pairwise(self._points))]
+        ends = [*begins[1:], True]
         for name in reversed(NAMES):
-            places = [(self._x(one.at_ms), self._y(getattr(one, name))) for one in self._points]
-            begins = [True, *(self._is_gap(*pair) for pair in pairwise(self._points))]
-            ends = [*begins[1:], True]
             path = " ".join(
-                f"{'M' if begin else 'L'}{x:.1f} {y:.1f}"
-                for (x, y), begin in zip(places, begins, strict=True)
+                f"{'M' if begin else 'L'}{self._x(one.at_ms):.1f} {self._y(getattr(one, name)):.1f}"
+                f"{'h0' * (begin and end)}"
+                for one, begin, end in zip(self._points, begins, ends, strict=True)
             )
-            alone = [
-                place
-                for place, begin, end in zip(places, begins, ends, strict=True)
-                if begin and end
-            ]
-            yield Line(name, path, alone)
+            yield Line(name, path)
 
-    def levels(self) -> Iterator[Label]:
+    def levels(self) -> Iterator[Mark]:
         """Yield the durations that have a line."""
         low, high = self._decades
         for ms in _LEVELS_MS:
             if 10**low <= ms <= 10**high:
-                yield Label(self.left - 6, self._y(ms), duration(ms), "end")
+                yield Mark(self._y(ms), duration(ms))
 
-    def dates(self) -> Iterator[Label]:
-        """Yield the begin and the end of the time."""
-        yield Label(self.left, self.base + 16, day(self._time.begin_ms), "start")
-        yield Label(self.right, self.base + 16, day(self._time.end_ms), "end")
+    def dates(self) -> list[str]:
+        """Return begin, middle and end of the time."""
+        begin_ms, end_ms, _ = self._time
+        return [day(begin_ms), day((begin_ms + end_ms) // 2), day(end_ms)]
 
     def _is_gap(self, one: LatencyPoint, other: LatencyPoint) -> bool:
         return other.at_ms - one.at_ms > self._time.step_ms
@@ -123,13 +118,21 @@ class LatencyPlot:
     def _x(self, at_ms: int) -> float:
         begin_ms, end_ms, step_ms = self._time
         share = (at_ms + step_ms / 2 - begin_ms) / max(1, end_ms - begin_ms)
-        return self.left + min(1.0, share) * (self.right - self.left)
+        return min(1.0, share) * self.width
 
     def _y(self, ms: float) -> float:
         low, high = self._decades
-        return self.base - (log10(max(1.0, ms)) - low) / (high - low) * (self.base - self.top)
+        return (1 - (log10(max(1.0, ms)) - low) / (high - low)) * self.height
 
 
-def bar_height(value: float, values: Sequence[float]) -> float:
-    """Return the height of a run's bar among those of other runs; even the smallest is visible."""
-    return max(3.0, 34 * value / max(values)) if value else 2.5
+class Bar(NamedTuple):
+    """A bar of a row: its value, None for a gap; how much of it is acknowledged; both in words."""
+
+    value: float | None
+    words: str
+    known: float = 0
+
+
+def bar_height(value: float, bars: Sequence[Bar]) -> float:
+    """Return the height of a bar among others; even the smallest is visible."""
+    return max(3.0, 34 * value / max(bar.value or 0 for bar in bars)) if value else 2.5

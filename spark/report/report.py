@@ -5,7 +5,7 @@ Users choose groups, topics and reasons, so the templates escape every value tha
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +20,16 @@ from txbroker.spark.report.contents import (
     FINDINGS_A_KIND,
     HEALED_DAYS,
     LATENCY_DAYS,
+    DriftDay,
     GroupLatency,
     KindCount,
     Percentiles,
     ReportTables,
 )
-from txbroker.spark.report.formatting import count, day, duration, moment, plural
+from txbroker.spark.report.formatting import count, date, day, duration, moment, plural
 from txbroker.spark.report.plots import (
+    DAY_MS,
+    Bar,
     Decades,
     LatencyPlot,
     TimeAxis,
@@ -38,6 +41,7 @@ from txbroker.spark.schema import BrokenRecord, Histogram, RunSummary, SnapshotB
 RUNS_SHOWN = 30
 PARTITIONS_SHOWN = 200
 TOPICS_SHOWN = 100
+KINDS_DRAWN = 8
 SET_ASIDE_SHOWN = 200
 
 _MODES = {"full": "full run", "incremental": "incremental run", "stream": "stream"}
@@ -131,6 +135,7 @@ TEMPLATES = jinja2.Environment(
 )
 TEMPLATES.filters.update(
     count=count,
+    date=date,
     day=day,
     duration=duration,
     mode=lambda mode: _MODES.get(mode, mode),
@@ -162,17 +167,25 @@ def render(
     numbers = [number for kind in kinds if (number := _numbers(kind, summary, tables.counts))]
     order = {kind.name: place for place, kind in enumerate(kinds)}
     aside = _set_aside(summary, broken or summary.set_aside)
+    runs, days = _last_runs(summary, history), _days(tables.days)
+    titles = {kind.name: kind.title for kind in kinds}
+    day_bars = _day_bars(tables.days, days, titles)
     return TEMPLATES.get_template("report.html").render(
         summary=summary,
         headline=_headline(summary),
         found=[kind for kind in kinds if summary.open_drift.get(kind.name)],
         checks=_checks(summary),
-        runs=_last_runs(summary, history),
+        runs=runs,
+        run_bars=_run_bars(runs),
+        days=days,
+        day_bars=day_bars,
+        kinds_drawn=KINDS_DRAWN,
+        day_heads=("Day", *(title for title, _ in day_bars)),
         kinds=numbers,
         filters=_filters(numbers),
         findings=sorted(tables.findings, key=lambda one: (order.get(one.kind, 99), one.state)),
         kind_names={kind.name for kind in ALL_KINDS},
-        titles={kind.name: kind.title for kind in kinds},
+        titles=titles,
         states=_FINDING_STATES,
         a_kind=FINDINGS_A_KIND,
         healed_days=HEALED_DAYS,
@@ -219,6 +232,17 @@ def _last_runs(summary: RunSummary, history: Sequence[RunSummary]) -> list[RunSu
     return [*ordered, summary][-RUNS_SHOWN:]
 
 
+def _run_bars(runs: Sequence[RunSummary]) -> list[tuple[str, str, list[Bar]]]:
+    """Return the rows of bars of runs: title, class, and a bar for each run."""
+    drift = [sum(run.drift.values()) for run in runs]
+    took_ms = [run.took_s * 1000 for run in runs]
+    return [
+        ("Transactions", "plain", [Bar(one, count(one)) for one in (r.transactions for r in runs)]),
+        ("Findings", "bad", [Bar(one, count(one)) for one in drift]),
+        ("Duration", "plain", [Bar(one, duration(one)) for one in took_ms]),
+    ]
+
+
 # --- drift -----------------------------------------------------------------------------------
 
 
@@ -230,6 +254,35 @@ class _KindNumbers(NamedTuple):
     states: dict[str, int]
     most: str
     of_most: int
+
+
+def _days(audited: Sequence[DriftDay]) -> list[int]:
+    """Return all days from the first to the last with a run, ms since 1970."""
+    found = [one.at_ms // DAY_MS for one in audited]
+    return [day * DAY_MS for day in range(min(found), max(found) + 1)] if found else []
+
+
+def _day_bars(
+    audited: Sequence[DriftDay], days: Sequence[int], titles: Mapping[str, str]
+) -> list[tuple[str, list[Bar]]]:
+    """Return a row of bars for each kind of which a finding was open; none of a single day."""
+    of_day = {one.at_ms // DAY_MS * DAY_MS: one for one in audited}
+    found = {kind for one in audited for kind, number in one.open.items() if number}
+    if len(days) < 2:
+        return []
+    order = [*(kind for kind in titles if kind in found), *sorted(found - titles.keys())]
+    return [
+        (titles.get(kind, kind), [_day_bar(of_day.get(day), kind) for day in days])
+        for kind in order
+    ]
+
+
+def _day_bar(day: DriftDay | None, kind: str) -> Bar:
+    if day is None:
+        return Bar(None, "no run")
+    number, known = day.open.get(kind, 0), day.acknowledged.get(kind, 0)
+    words = f"{count(number)} ({count(known)} acknowledged)" if known else count(number)
+    return Bar(number, words, known)
 
 
 class _Filter(NamedTuple):

@@ -10,6 +10,7 @@ from txbroker.spark.report.contents import (
     FINDINGS_A_KIND,
     HEALED_DAYS,
     LATENCY_DAYS,
+    DriftDay,
     GroupLatency,
     KindCount,
     Percentiles,
@@ -17,22 +18,31 @@ from txbroker.spark.report.contents import (
     ShownFinding,
 )
 from txbroker.spark.report.plots import LatencyPoint, TimeAxis
+from txbroker.spark.schema import RunSummary
 from txbroker.spark.tables.layout import DRIFT, LATENCY, TRANSACTIONS
 from txbroker.spark.tables.sketch import sketch
 from txbroker.spark.tables.store import TableStore
 
 _MINUTE_MS, _DAY_MS = 60_000, 86_400_000
 GROUPS_SHOWN = 6
+DRIFT_DAYS = 30
+"""How far the drift by day goes back, with the day of the run."""
 _STEPS_MS = tuple(minutes * _MINUTE_MS for minutes in (1, 2, 5, 10, 15, 30, 60, 120, 180, 360))
 _STEPS_MAX = 84
 """Points of a line."""
 
 
-def report_tables(store: TableStore, now_ms: int) -> ReportTables:
-    """Return what the report shows. `now_ms`: the run's now, by the brokers' clocks."""
+def report_tables(store: TableStore, now_ms: int, daily: Sequence[RunSummary]) -> ReportTables:
+    """Return what the report shows.
+
+    Args:
+        now_ms: the run's now, by the brokers' clocks.
+        daily: the last run of each day, the oldest first.
+    """
     counts, findings = _drift(store.read(DRIFT), now_ms)
     groups, time = _latency(store.read(LATENCY), store.read(TRANSACTIONS), now_ms)
-    return ReportTables(counts, findings, groups, time)
+    days = drift_days(store.read(DRIFT), daily)
+    return ReportTables(counts, findings, groups, time, days)
 
 
 def _time(at_ms: int) -> Column:
@@ -71,6 +81,39 @@ def _drift(drift: DataFrame, now_ms: int) -> tuple[list[KindCount], list[ShownFi
     by_group = shown.groupBy("kind", "state", "grp").agg(F.count("*").alias("n"))
     counts = by_group.groupBy("kind", "state").agg(F.sum("n"), F.max_by("grp", "n"), F.max("n"))
     return [KindCount(*row) for row in counts.collect()], findings
+
+
+def drift_days(drift: DataFrame, daily: Sequence[RunSummary]) -> list[DriftDay]:
+    """Return the open findings after these runs. The journal has their number, which no later run
+    changes; the table `drift`, which of them were acknowledged."""
+    # Entries of versions without the table have what the run found.
+    found = {
+        run.run: {
+            kind: max(run.drift.get(kind, 0), run.open_findings.get(kind, 0))
+            for kind in {*run.drift, *run.open_findings}
+        }
+        for run in daily
+    }
+    known: dict[str, dict[str, int]] = {}
+    times = [
+        F.struct(F.lit(run.run).alias("at_run"), _time(run.now_ms).alias("at"))
+        for run in daily
+        if any(found[run.run].values())
+    ]
+    if times:
+        rows = (
+            drift.where("acknowledged_run IS NOT NULL")
+            .select("*", F.inline(F.array(*times)))
+            .where(
+                "opened_run <= at_run AND acknowledged_run <= at_run AND acknowledged_until > at "
+                "AND (closed_run IS NULL OR closed_run > at_run)"
+            )
+            .groupBy("at_run", "kind")
+            .count()
+        )
+        for run, kind, number in rows.collect():
+            known.setdefault(run, {})[kind] = min(number, found[run].get(kind, 0))
+    return [DriftDay(run.started_ms, found[run.run], known.get(run.run, {})) for run in daily]
 
 
 # --- latency -----------------------------------------------------------------------------------

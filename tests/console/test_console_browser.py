@@ -339,8 +339,25 @@ def test_form_on_another_site_does_nothing(chromium: Browser) -> None:
         assert any("frame" in line for line in framed)
 
 
+WIDTHS_OF_PLOTS = """return [...document.querySelectorAll(".bars, .pair > div")].map((place) => {
+  const boxes = [...place.querySelectorAll("svg")].map((plot) => plot.getBoundingClientRect());
+  const width = Math.max(...boxes.map((box) => box.right)) - place.getBoundingClientRect().left;
+  const section = place.closest("section"), padding = getComputedStyle(section).paddingLeft;
+  return width / (section.clientWidth - 2 * parseFloat(padding));
+})"""
+_WORDS = '[...document.querySelectorAll(".bars span, .plot span")]'
+SMALLEST_WORDS_OF_PLOTS = f"""return Math.min(
+  ...{_WORDS}.map((one) => parseFloat(getComputedStyle(one).fontSize)))"""
+OVERLAPPING_WORDS_OF_PLOTS = f"""const boxes = {_WORDS}.map(
+  (one) => [one.textContent, one.getBoundingClientRect()]);
+return boxes.flatMap(([words, a], n) => boxes.slice(n + 1)
+  .filter(([, b]) => a.left < b.right && b.left < a.right && a.top + 1 < b.bottom
+    && b.top + 1 < a.bottom)
+  .map(([other]) => `${{words}} and ${{other}}`))"""
+
+
 @pytest.mark.parametrize("width", [400, 1200])
-def test_links_filter_the_findings_of_a_report(
+def test_a_report_reads_well_and_its_links_filter_the_findings(
     chromium: Browser, tmp_path: Path, width: int
 ) -> None:
     (tmp_path / "audit.html").write_text(audit_summaries.sample_pages()["audit-drift"])
@@ -355,4 +372,10 @@ def test_links_filter_the_findings_of_a_report(
         assert all(shown == (not name or f"is-{name}" in kind.split()) for kind, shown in rows)
         assert any(shown for _, shown in rows)
     assert chromium.run("return document.documentElement.scrollWidth") <= width
+    # Plots are as wide as the page, and its words are large enough and apart.
+    shares = chromium.run(WIDTHS_OF_PLOTS)
+    assert len(shares) == 4
+    assert min(shares) > 0.99
+    assert chromium.run(SMALLEST_WORDS_OF_PLOTS) >= 12
+    assert chromium.run(OVERLAPPING_WORDS_OF_PLOTS) == []
     assert chromium.complaints() == []

@@ -8,6 +8,7 @@ from msgspec import structs
 
 from txbroker.spark.judge.kinds import ALL_KINDS
 from txbroker.spark.report.contents import (
+    DriftDay,
     GroupLatency,
     KindCount,
     Percentiles,
@@ -116,9 +117,18 @@ def latency(grp: str = "orders", transactions: int = 1000, **changes: Any) -> Gr
     return GroupLatency(grp, transactions, points, later, *whole)._replace(**changes)
 
 
-def tables(*findings: ShownFinding, groups: tuple[GroupLatency, ...] = ()) -> ReportTables:
+def drift_day(number: int, acknowledged: dict[str, int] | None = None, **found: int) -> DriftDay:
+    """The open findings after run `number`, the last of its day."""
+    return DriftDay(STARTED_MS + number * DAY_MS, found, acknowledged or {})
+
+
+def tables(
+    *findings: ShownFinding,
+    groups: tuple[GroupLatency, ...] = (),
+    days: tuple[DriftDay, ...] = (),
+) -> ReportTables:
     """What the tables hold for a report."""
-    return ReportTables(counts_of([*findings]), findings, groups, HOURS)
+    return ReportTables(counts_of([*findings]), findings, groups, HOURS, days)
 
 
 def sample_pages() -> dict[str, str]:
@@ -155,11 +165,17 @@ def sample_pages() -> dict[str, str]:
         **whole,
         set_aside=(BrokenRecord("payments", 1, 99, "no transaction id"),),
     )
+    # Two weeks of a fault that was acknowledged, two nights without a run, and what this run found.
+    days = [drift_day(n) for n in range(-29, -14)]
+    days += [
+        drift_day(n, {"late": 4} if n > -8 else {}, late=18 + n) for n in (*range(-14, -4), -2)
+    ]
+    days += [drift_day(-1, {"late": 4}, late=4, lost=60), drift_day(0, {"late": 2}, **kinds)]
     findings = [finding(kind) for kind in kinds] + [
         finding("late", "acknowledged"),
         finding("lost", "healed"),
     ]
     return {
-        "audit-clean": render(clean, runs, tables(groups=groups)),
-        "audit-drift": render(found, runs, tables(*findings, groups=groups)),
+        "audit-clean": render(clean, runs, tables(groups=groups, days=(*days[:15], drift_day(0)))),
+        "audit-drift": render(found, runs, tables(*findings, groups=groups, days=(*days,))),
     }

@@ -18,7 +18,7 @@ import sqlite_utils
 from tests.kit.kafka import KafkaHarness
 from tests.kit.service import FakeEndpoint, Service
 from tests.kit.until import until
-from tests.spark.audit_summaries import STARTED_MS, drifted, summary
+from tests.spark.audit_summaries import DAY_MS, STARTED_MS, drifted, summary
 from txbroker.cli.audit.run import _report_until_end
 from txbroker.contract.audit import UnreadRecord, decode_news, encode_news
 from txbroker.errors import ConfigurationError
@@ -73,6 +73,26 @@ def test_runs_are_newest_first_and_streams_not_continued(journal: Journal) -> No
     last = journal.last()
     assert last is not None
     assert last.run == "run-000002"
+
+
+def test_the_last_batch_of_each_day_is_found(journal: Journal) -> None:
+    day = STARTED_MS // DAY_MS * DAY_MS
+    for number, (started_ms, mode) in enumerate(
+        [
+            (day - 1, "full"),
+            (day, "full"),
+            (day + DAY_MS - 1, "incremental"),
+            (day + DAY_MS - 1, "part"),
+            (day + 2 * DAY_MS, "stream"),
+            (day + 3 * DAY_MS, "incremental"),
+        ]
+    ):
+        journal.add(summary(number, started_ms=started_ms, mode=mode))
+    assert [found.run for found in journal.daily(4, day + 4 * DAY_MS - 1)] == [
+        "run-000002",
+        "run-000005",
+    ]
+    assert [found.run for found in journal.daily(2, day)] == ["run-000000", "run-000002"]
 
 
 def test_plain_columns_agree_with_the_summary(journal: Journal) -> None:

@@ -18,6 +18,7 @@ from tests.spark.audit_summaries import (
     HOURS,
     STARTED_MS,
     cut,
+    drift_day,
     drifted,
     finding,
     latency,
@@ -26,15 +27,22 @@ from tests.spark.audit_summaries import (
 )
 from txbroker.errors import ConfigurationError
 from txbroker.spark.judge.kinds import ALL_KINDS
-from txbroker.spark.report.contents import FINDINGS_A_KIND, KindCount, Percentiles, ReportTables
+from txbroker.spark.report.contents import (
+    FINDINGS_A_KIND,
+    DriftDay,
+    KindCount,
+    Percentiles,
+    ReportTables,
+)
 from txbroker.spark.report.formatting import duration, moment
 from txbroker.spark.report.plots import (
+    Bar,
     Decades,
     LatencyPlot,
     LatencyPoint,
     common_decades,
 )
-from txbroker.spark.report.report import RUNS_SHOWN, TEMPLATES, render, write_report
+from txbroker.spark.report.report import KINDS_DRAWN, RUNS_SHOWN, TEMPLATES, render, write_report
 from txbroker.spark.schema import (
     BrokenRecord,
     CheckResult,
@@ -348,14 +356,70 @@ def test_filters_without_rows_have_no_link_and_kinds_of_a_newer_version_no_filte
     assert "No finding is open" in "".join(clean.itertext())
 
 
+# --- drift by day ----------------------------------------------------------------------------
+
+
+def test_drift_by_day_shows_each_kind_with_gaps_and_acknowledged_ones() -> None:
+    days = (
+        drift_day(0, lost=3, late=0),
+        drift_day(1, {"lost": 2}, lost=3, brand_new=1),
+        drift_day(3, {"lost": 1}, lost=1),
+        drift_day(4),
+    )
+    page = render(drifted(4), [], tables(finding("lost"), days=days))
+    assert rows_of_bars(page, "Drift") == {
+        "Committed, not visible: lost": "3, 3 (2 acknowledged), no run, 1 (1 acknowledged), 0",
+        "brand_new": "0, 1, no run, 0, 0",
+    }
+    heads = [head.text for head in section(page, "Drift").findall(".//thead")[0].iter("th")]
+    assert heads == ["Day", "Committed, not visible: lost", "brand_new"]
+    assert cells(page, "Drift") == [
+        ["2025-10-13", "0", "0"],
+        ["2025-10-12", "1 (1 acknowledged)", "0"],
+        ["2025-10-11", "no run", "no run"],
+        ["2025-10-10", "3 (2 acknowledged)", "1"],
+        ["2025-10-09", "3", "0"],
+    ]
+
+
+def test_acknowledged_ones_are_outlined_and_a_gap_has_no_bar() -> None:
+    bars = rects(Bar(4, "4"), Bar(None, "no run"), Bar(4, "4 (1)", 1), Bar(2, "2 (2)", 2))
+    assert [(bar.get("class"), bar.get("x"), bar.get("height")) for bar in bars] == [
+        ("bad", "1.5", "34.00"),
+        ("known", "21.5", "8.50"),
+        ("bad", "21.5", "25.50"),
+        ("known newest", "31.5", "17.00"),
+    ]
+
+
+@pytest.mark.parametrize("days", [(), (drift_day(0, lost=3),), (drift_day(-1), drift_day(0))])
+def test_without_drift_or_with_a_single_day_nothing_is_drawn_by_day(
+    days: tuple[DriftDay, ...],
+) -> None:
+    page = render(summary(), [], tables(days=days))
+    assert rows_of_bars(page, "Drift") == {}
+    assert ("since 2025-10-08 none was open" in words(page)) == (len(days) == 2)
+
+
+def test_the_table_has_the_kinds_that_are_not_drawn() -> None:
+    every = {kind.name: 1 for kind in ALL_KINDS}
+    page = render(drifted(), [], tables(days=(drift_day(-1), drift_day(0, **every))))
+    titles = [kind.title for kind in ALL_KINDS]
+    assert [*rows_of_bars(page, "Drift")] == titles[:KINDS_DRAWN]
+    assert f"{len(titles) - KINDS_DRAWN} more kinds, in the table." in words(page)
+    assert cells(page, "Drift")[0] == ["2025-10-09", *["1"] * len(titles)]
+
+
 # --- the last runs ---------------------------------------------------------------------------
 
 
-def rows_of_history(page: str) -> dict[str, str]:
+def rows_of_bars(page: str, title: str) -> dict[str, str]:
+    """The words of each row of bars of a section, by its name."""
     return {
-        row.findtext("div") or "": (row.findtext("svg/desc") or "").partition(": ")[2]
-        for row in parsed(page).findall(".//div[@class='kind']")
-        if row.find("svg") is not None
+        (row.findtext("title") or "").partition(", by")[0]: (
+            (row.findtext("desc") or "").partition(": ")[2]
+        )
+        for row in section(page, title).findall("div[@class='bars']/svg")
     }
 
 
@@ -365,7 +429,7 @@ def test_history_ends_with_this_run_and_leaves_streams_out() -> None:
     later = summary(9, drift={"late": 77})
     me = summary(4, drift={"late": 5}, took_s=90.0)
     page = render(me, [*others, stream, later, me], NONE)
-    assert rows_of_history(page) == {
+    assert rows_of_bars(page, "The last runs") == {
         "Transactions": "1, 2, 3, 1,100",
         "Findings": "1, 2, 3, 5",
         "Duration": "12 s, 12 s, 12 s, 1.5 min",
@@ -375,17 +439,20 @@ def test_history_ends_with_this_run_and_leaves_streams_out() -> None:
 
 def test_history_is_bounded() -> None:
     page = render(summary(100), [summary(number) for number in range(100)], NONE)
-    assert rows_of_history(page)["Findings"] == ", ".join("0" * RUNS_SHOWN)
+    assert rows_of_bars(page, "The last runs")["Findings"] == ", ".join("0" * RUNS_SHOWN)
     assert f"{RUNS_SHOWN} of them had no finding." in words(page)
     assert "first run in the journal" in words(render(summary(), [], NONE))
 
 
 def test_clean_run_is_green_and_smallest_drift_is_visible() -> None:
-    row = ElementTree.fromstring(drawn("trend", "x", [0, 1, 10**9], ["a"], "bad"))
-    bars = list(row.iter("rect"))
+    bars = rects(Bar(0, "0"), Bar(1, "1"), Bar(10**9, "many"))
     assert [bar.get("class") for bar in bars] == ["none", "bad", "bad newest"]
     heights = [float(bar.attrib["height"]) for bar in bars]
     assert heights[0] < heights[1] < heights[2] <= 36
+
+
+def rects(*bars: Bar) -> list[ElementTree.Element]:
+    return list(drawn("bars", "x", bars, "day", "bad").iter("rect"))
 
 
 # --- latency ---------------------------------------------------------------------------------
@@ -419,9 +486,10 @@ def test_latencies_are_shown_by_group_and_estimates_marked() -> None:
 
 
 def test_plots_have_names_descriptions_and_tables_beside_them() -> None:
-    page = render(drifted(1), [drifted()], tables(groups=(latency(),)))
+    days = drift_day(0, lost=1), drift_day(1)
+    page = render(drifted(1), [drifted()], tables(groups=(latency(),), days=days))
     plots = [one for one in parsed(page).iter("svg") if one.get("role") == "img"]
-    assert len(plots) == 3 + 2
+    assert len(plots) == 3 + 1 + 2
     for plot in plots:
         assert plot[0].tag == "title"
         assert plot[0].text
@@ -434,9 +502,9 @@ def test_plots_have_names_descriptions_and_tables_beside_them() -> None:
         assert heads, "a table without named rows or columns"
 
 
-def drawn(macro: str, *values: object) -> str:
+def drawn(macro: str, *values: object) -> ElementTree.Element:
     module = TEMPLATES.get_template("plots.html").module
-    return str(getattr(module, macro)(*values))
+    return ElementTree.fromstring(f"<div>{getattr(module, macro)(*values)}</div>")
 
 
 def points(*values: tuple[int, float]) -> list[LatencyPoint]:
@@ -457,20 +525,15 @@ SERIES = {
 
 
 @pytest.mark.parametrize("series", SERIES.values(), ids=SERIES.keys())
-def test_words_and_lines_of_a_plot_stay_inside(series: list[LatencyPoint]) -> None:
+def test_lines_of_a_plot_stay_inside(series: list[LatencyPoint]) -> None:
     made = LatencyPlot("x", series, HOURS, common_decades([series]))
-    plot = ElementTree.fromstring(drawn("latency", made))
-    _, _, right, bottom = map(float, plot.attrib["viewBox"].split())
-    for text in plot.iter("text"):
-        x, y, long = float(text.attrib["x"]), float(text.attrib["y"]), len(text.text or "") * 6.9
-        begin = x - {"start": 0, "middle": long / 2, "end": long}[text.attrib["text-anchor"]]
-        assert begin >= -0.1, text.text
-        assert begin + long <= right + 0.1, text.text
-        assert 9 <= y <= bottom - 3
-    for path in plot.iter("path"):
-        for x, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", path.attrib["d"]):
-            assert made.left <= float(x) <= made.right
-            assert made.top - 0.1 <= float(y) <= made.base + 0.1
+    assert all(0 <= mark.top <= made.height for mark in made.levels())
+    paths = list(drawn("latency", made).iter("path"))
+    assert len(paths) == 3
+    for path in paths:
+        for x, y in re.findall(r"[ML]([\d.]+) ([\d.-]+)", path.attrib["d"]):
+            assert 0 <= float(x) <= made.width
+            assert 0 <= float(y) <= made.height
 
 
 def test_a_step_without_transactions_interrupts_the_lines() -> None:
@@ -479,7 +542,7 @@ def test_a_step_without_transactions_interrupts_the_lines() -> None:
     assert [line.name for line in lines] == ["p99", "p95", "p50"]
     for line in lines:
         assert re.sub(r"[^ML]", "", line.path) == "MLMML"
-        assert len(line.dots) == 1
+        assert line.path.count("h0") == 1
 
 
 @pytest.mark.parametrize(
@@ -562,8 +625,8 @@ def test_style_uses_only_defined_variables() -> None:
     style = next(parsed(page).iter("style")).text or ""
     used = set(re.findall(r"var\((--[a-z0-9-]+)\)", style))
     light, _, dark = style.partition("prefers-color-scheme: dark")
-    assert used - {"--runs"} <= set(re.findall(r"(--[a-z0-9-]+):", light))
-    assert used - {"--runs"} <= set(re.findall(r"(--[a-z0-9-]+):", dark))
+    assert used - {"--bars"} <= set(re.findall(r"(--[a-z0-9-]+):", light))
+    assert used - {"--bars"} <= set(re.findall(r"(--[a-z0-9-]+):", dark))
 
 
 # --- the tables --------------------------------------------------------------------------------
@@ -643,7 +706,8 @@ def test_the_tables_are_read_in_bounded_numbers(spark: SparkSession) -> None:
             [tuple(guessed.get(name) for name in names_of(TRANSACTIONS.ddl))], TRANSACTIONS.ddl
         ),
     }
-    found = report_tables(cast("TableStore", SimpleNamespace(read=held.get)), STARTED_MS)
+    store = cast("TableStore", SimpleNamespace(read=held.get))
+    found = report_tables(store, STARTED_MS, [])
     assert {(one.kind, one.state): one[2:] for one in found.counts} == {
         ("lost", "open"): (31, "orders", 30),
         ("late", "open"): (1, "orders", 1),
@@ -673,8 +737,34 @@ def test_the_tables_are_read_in_bounded_numbers(spark: SparkSession) -> None:
     assert found.time == axis_from(STARTED_MS // 60_000 * 60_000 - 3_600_000, STARTED_MS)
     assert found.time.step_ms == 60_000
     empty = {table: rows.limit(0) for table, rows in held.items()}
-    nothing = report_tables(cast("TableStore", SimpleNamespace(read=empty.get)), STARTED_MS)
-    assert (nothing.counts, nothing.findings, nothing.groups) == ([], [], [])
+    nothing = report_tables(cast("TableStore", SimpleNamespace(read=empty.get)), STARTED_MS, [])
+    assert (nothing.counts, nothing.findings, nothing.groups, nothing.days) == ([], [], [], [])
+
+
+def test_the_table_has_which_findings_were_acknowledged_on_a_day(spark: SparkSession) -> None:
+    from txbroker.spark.report.tables import drift_days
+
+    later = {"acknowledged_until": at(STARTED_MS + DAY_MS)}
+    known = {**later, "opened_run": "run-1", "acknowledged_run": "run-1"}
+    rows = [
+        drift_row("a", "late", **{**known, "acknowledged_run": "run-2"}),
+        drift_row("b", "late", **{**known, "acknowledged_run": "run-3"}),
+        drift_row("c", "late", **{**known, "opened_run": "run-3"}),
+        drift_row("d", "late", **known, closed_run="run-2"),
+        drift_row("e", "late", **known, closed_run="run-3"),
+        drift_row("f", "late", **{**known, "acknowledged_until": at(STARTED_MS)}),
+        drift_row("g", "late", opened_run="run-1"),
+    ]
+    daily = [
+        summary(-1, run="run-0", drift={"late": 9}),  # of a version without the table
+        summary(0, run="run-2", open_findings={"late": 5, "lost": 31}),
+        summary(3, run="run-4"),
+    ]
+    assert drift_days(spark.createDataFrame(rows, DRIFT.ddl), daily) == [
+        drift_day(-1, late=9),
+        drift_day(0, {"late": 2}, late=5, lost=31),
+        drift_day(3),
+    ]
 
 
 @pytest.mark.parametrize(
