@@ -33,9 +33,16 @@ from txbroker.spark.launch.packages import (
     known_jars,
     note_jars,
 )
-from txbroker.spark.tables.formats import extensions
+from txbroker.spark.launch.versions import (
+    check_connector,
+    check_pyspark,
+    check_spark,
+    spark_home,
+)
+from txbroker.spark.tables.formats import MERGED
 
 if TYPE_CHECKING:
+    from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
 
@@ -58,6 +65,7 @@ BRIEF_MAX = 250_000
 seconds, and takes 50 more for a million transactions."""
 _COLLECTOR = "-XX:+UseParallelGC"
 """Java's default, G1, takes a tenth more processor time in a small audit. Java refuses two."""
+_NAME = "txbroker audit"
 _DRIVER_OPTIONS = "spark.driver.extraJavaOptions"
 _DEFAULTS = {
     "spark.executor.extraJavaOptions": _JAVA_OPTIONS,
@@ -65,7 +73,6 @@ _DEFAULTS = {
     "spark.ui.enabled": "false",  # open no port by default
     "spark.ui.showConsoleProgress": "false",  # the audit draws its own
     "spark.sql.catalogImplementation": "in-memory",
-    "spark.sql.extensions": extensions(),
     # By default every expression sends Java its line of Python: a call each.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
     "spark.sql.session.timeZone": "UTC",
@@ -148,7 +155,9 @@ def spark_session(settings: SparkSettings) -> Iterator["SparkSession"]:
     """
     require_pyspark()
     _quieten_pyspark(settings.verbose)
-    if "PYSPARK_GATEWAY_PORT" in os.environ:
+    from pyspark import SparkContext
+
+    if "PYSPARK_GATEWAY_PORT" in os.environ or SparkContext._active_spark_context is not None:
         with _submitted(settings) as spark:
             yield spark
         return
@@ -161,7 +170,8 @@ def spark_session(settings: SparkSettings) -> Iterator["SparkSession"]:
 
 
 def require_pyspark() -> None:
-    """Raise a ConfigurationError where pyspark or one of its dependencies is not installed."""
+    """Raise a ConfigurationError where pyspark or one of its dependencies is not installed, or
+    pyspark has another version."""
     for module in _PACKAGES:
         try:
             spec = importlib.util.find_spec(module)
@@ -169,6 +179,7 @@ def require_pyspark() -> None:
             spec = None
         if spec is None:
             raise missing_extra(module, "spark")
+    check_pyspark()
 
 
 def _quieten_pyspark(verbose: bool) -> None:
@@ -183,11 +194,11 @@ def _quieten_pyspark(verbose: bool) -> None:
 
 @contextlib.contextmanager
 def _started(settings: SparkSettings, folder: Path) -> Iterator["SparkSession"]:
-    import pyspark
     from pyspark import SparkConf, SparkContext
     from pyspark.java_gateway import launch_gateway
     from pyspark.sql import SparkSession
 
+    check_spark()
     master = settings.master or settings.conf.get("spark.master") or "local[*]"
     log = folder / "jvm.log"
     environment = launch_environment(master)
@@ -212,14 +223,11 @@ def _started(settings: SparkSettings, folder: Path) -> Iterator["SparkSession"]:
             with _variables(environment):
                 context = SparkContext(conf=_known_to(gateway, conf), gateway=gateway)
             note_jars(conf, context.getConf().get("spark.jars", ""))
+            _load_extensions(context)
             spark = SparkSession(context)
         except Exception as error:
             raise ConfigurationError(why_not_started(master, error)) from None
-        if context.version != pyspark.__version__:
-            raise ConfigurationError(
-                f"Spark {context.version} is in SPARK_HOME, but pyspark is {pyspark.__version__}: "
-                f"unset SPARK_HOME, or run: pip install pyspark=={context.version}"
-            )
+        _check_connector(context)
         with in_words(log):
             yield spark
         whole = True
@@ -234,14 +242,11 @@ def _class_archive(
 ) -> ClassArchive | None:
     """Return the archive to use or to make; None with the caller's own. None is made where Java's
     warnings about what it leaves out would be shown, or Ivy has to find the connector first."""
-    import pyspark
-
     given = settings.conf.get(_DRIVER_OPTIONS, "")
     if re.search(r"SharedArchiveFile|ArchiveClassesAtExit|-Xshare", given):
         return None
-    spark = Path(os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent)
     before = map(Path, filter(None, conf.get(CLASS_PATH, "").split(os.pathsep)))
-    archive = ClassArchive(None if home is None else Path(home), (spark / "jars", *before))
+    archive = ClassArchive(None if home is None else Path(home), (spark_home() / "jars", *before))
     # On YARN, Spark does not show which jars Ivy has found.
     known = not conf["spark.jars.packages"] or conf["spark.master"] == "yarn"
     makes = settings.archives and not settings.verbose and known
@@ -276,7 +281,7 @@ def _conf(settings: SparkSettings, master: str, folder: Path) -> dict[str, str]:
         **(_QUICK_TASKS if _runs_our_python(master) else {}),
         "spark.sql.warehouse.dir": str(folder / "warehouse"),
         **ivy_conf(pyspark.__version__, folder),
-        "spark.app.name": "txbroker audit",
+        "spark.app.name": _NAME,
         **settings.conf,
         "spark.master": master,
     }
@@ -362,52 +367,87 @@ def _end(gateway: Any) -> bool:
         return False
 
 
-# --- a Java process of spark-submit
-# ----------------------------------------------------------------
+# --- a Java process of spark-submit -------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _submitted(settings: SparkSettings) -> Iterator["SparkSession"]:
-    """Use the Java process of `spark-submit`, which started this one."""
-    import pyspark
-    from pyspark import SparkConf
+    """Use the Java process of `spark-submit`, which started this one, or the Spark that a platform
+    has already started in it, which goes on afterwards."""
+    from pyspark import SparkConf, SparkContext
     from pyspark.sql import SparkSession
 
     given = {**_DEFAULTS, **settings.conf}
-    if settings.master:
-        given["spark.master"] = settings.master
-    submitted = SparkConf()
-    conf = {name: value for name, value in given.items() if not submitted.contains(name)}
-    builder = SparkSession.builder.appName("txbroker audit")
-    for name, value in {"spark.master": "local[*]", **conf}.items():
-        if name in conf or not submitted.contains(name):
-            builder = builder.config(name, value)
+    ours = SparkContext._active_spark_context is None
     try:
-        spark = builder.getOrCreate()
+        if ours:
+            conf = SparkConf().setAppName(_NAME)
+            for name, value in {"spark.master": settings.master or "local[*]", **given}.items():
+                conf.setIfMissing(name, value)
+            context = SparkContext(conf=conf)
+            _load_extensions(context)
+            spark = SparkSession(context)
+        else:
+            spark = SparkSession.builder.getOrCreate().newSession()
+            context = spark.sparkContext
+            for name, value in given.items():
+                if spark.conf.isModifiable(name):
+                    spark.conf.set(name, value)
     except Exception as error:
         raise ConfigurationError(why_not_started(settings.master, error)) from None
     try:
-        if not has_class(spark, KAFKA_SOURCE):
-            raise ConfigurationError(
-                "Spark has no Kafka connector: run spark-submit with --packages "
-                f"{coordinates(pyspark.__version__)}"
-            )
+        _check_connector(context)
         with in_words(None):
             yield spark
     finally:
-        with contextlib.suppress(Exception):  # where Java is gone there is nothing to stop
-            spark.stop()
+        if ours:
+            with contextlib.suppress(Exception):  # where Java is gone there is nothing to stop
+                spark.stop()
+
+
+# --- what Spark has loaded -----------------------------------------------------------------------
+
+_EXTENSIONS = "spark.sql.extensions"
+
+
+def _load_extensions(context: "SparkContext") -> None:
+    """Let the session have the extensions of the table formats whose packages Spark has loaded.
+
+    It reads the setting when it begins, and shows Java's trace of each class that is missing.
+    """
+    conf: Any = context._jsc.sc().conf()
+    loaded = [conf.get(_EXTENSIONS, "")]
+    loaded += [each.extension for each in MERGED.values() if _source(context, each.extension)]
+    if names := ",".join(dict.fromkeys(filter(None, loaded))):
+        conf.set(_EXTENSIONS, names)
+
+
+def _check_connector(context: "SparkContext") -> None:
+    """Raise a ConfigurationError where Spark has no Kafka connector, or one that does not fit."""
+    wanted = coordinates(context.version)
+    source = _source(context, KAFKA_SOURCE)
+    if source is None:
+        raise ConfigurationError(
+            f"Spark {context.version} has no Kafka connector: run spark-submit with --packages "
+            f"{wanted}"
+        )
+    check_connector(source, context.version, wanted)
 
 
 def has_class(spark: "SparkSession", name: str) -> bool:
     """Return whether Spark has loaded a package with this class."""
-    jvm: Any = spark.sparkContext._jvm
+    return _source(spark.sparkContext, name) is not None
+
+
+def _source(context: "SparkContext", name: str) -> str | None:
+    """Return the URL of the jar that has a class; None where there is none."""
+    jvm: Any = context._jvm
     loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()
     try:
-        jvm.java.lang.Class.forName(name, False, loader)
+        kind = jvm.java.lang.Class.forName(name, False, loader)
+        return str(kind.getProtectionDomain().getCodeSource().getLocation())
     except Exception:
-        return False
-    return True
+        return None
 
 
 _PARTITIONS = "spark.sql.shuffle.partitions"
@@ -531,16 +571,16 @@ def submit(settings: SparkSettings, script: Path, arguments: Sequence[str]) -> i
             f"--deploy-mode cluster needs --master yarn or k8s://URL: the master "
             f"{settings.master or 'local'} runs no driver in Python"
         )
-    home = Path(os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent)
+    check_spark()
     folder = Path(tempfile.mkdtemp(prefix="txbroker-spark-"))
     try:
         conf = {
             **ivy_conf(pyspark.__version__, folder),
-            "spark.app.name": "txbroker audit",
+            "spark.app.name": _NAME,
             **settings.conf,
         }
         options = [f"--conf={name}={value}" for name, value in conf.items()]
-        command = [str(home / "bin" / "spark-submit"), "--master", settings.master]
+        command = [str(spark_home() / "bin" / "spark-submit"), "--master", settings.master]
         command += ["--deploy-mode", "cluster", *options, str(script), *arguments]
         environment = dict(os.environ)
         for name, value in launch_environment(settings.master).items():

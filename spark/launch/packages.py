@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +13,8 @@ import msgspec
 
 from txbroker.embedded.jars import DEFAULT_REPOSITORY, REPOSITORY_SETTING, cache_dir
 from txbroker.errors import ConfigurationError
+from txbroker.spark.launch.versions import SCALA, release, spark_home
 
-SCALA = "2.13"
 KAFKA_SOURCE = "org.apache.spark.sql.kafka010.KafkaSourceProvider"
 """The connector's class that every Kafka query loads first."""
 
@@ -50,10 +49,8 @@ _RESOLVED = "resolved.json"
 
 
 def coordinates(spark_version: str) -> str:
-    """Return the connector's Maven coordinates for a version of pyspark, as `4.0.0`."""
-    release = re.match(r"\d+(?:\.\d+)*", spark_version)
-    assert release is not None
-    return f"org.apache.spark:spark-sql-kafka-0-10_{SCALA}:{release[0]}"
+    """Return the connector's Maven coordinates for a version of Spark, as `4.0.0`."""
+    return f"org.apache.spark:spark-sql-kafka-0-10_{SCALA}:{release(spark_version)}"
 
 
 def ivy_conf(spark_version: str, folder: Path) -> dict[str, str]:
@@ -91,10 +88,7 @@ def known_jars(conf: Mapping[str, str]) -> dict[str, str]:
 
 def _has_defaults() -> bool:
     """Return whether there are Spark settings that this process does not know."""
-    import pyspark
-
-    home = os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent
-    folder = os.environ.get("SPARK_CONF_DIR") or Path(home, "conf")
+    folder = os.environ.get("SPARK_CONF_DIR") or spark_home() / "conf"
     return Path(folder, "spark-defaults.conf").exists()
 
 

@@ -11,7 +11,7 @@ class TableFormat(Struct, frozen=True):
 
     Attributes:
         name, title: in Spark, and in messages.
-        package: Maven coordinates that fit pyspark's version.
+        packages: Maven coordinates by Spark's first two numbers; none is known for others.
         extension: the class that adds its statements to Spark's SQL.
         log: the folder of a table's versions.
         catalog: the settings of the catalog that Spark needs, the class of it first.
@@ -24,7 +24,7 @@ class TableFormat(Struct, frozen=True):
 
     name: str
     title: str
-    package: str
+    packages: Mapping[str, str]
     extension: str
     log: str
     catalog: Mapping[str, str]
@@ -40,7 +40,11 @@ MERGED = {
     "delta": TableFormat(
         name="delta",
         title="Delta Lake",
-        package="io.delta:delta-spark_2.13:4.0.0",
+        packages={
+            "4.0": "io.delta:delta-spark_2.13:4.0.0",
+            "4.1": "io.delta:delta-spark_4.1_2.13:4.4.0",
+            "4.2": "io.delta:delta-spark_4.2_2.13:4.4.0",
+        },
         extension="io.delta.sql.DeltaSparkSessionExtension",
         log="_delta_log",
         catalog={
@@ -58,7 +62,10 @@ MERGED = {
     "iceberg": TableFormat(
         name="iceberg",
         title="Apache Iceberg",
-        package="org.apache.iceberg:iceberg-spark-runtime-4.0_2.13:1.10.0",
+        packages={
+            "4.0": "org.apache.iceberg:iceberg-spark-runtime-4.0_2.13:1.10.0",
+            "4.1": "org.apache.iceberg:iceberg-spark-runtime-4.1_2.13:1.11.0",
+        },
         extension="org.apache.iceberg.spark.extensions.IcebergSparkSessionExtensions",
         log="metadata",
         catalog={
@@ -84,9 +91,3 @@ MERGED = {
     ),
 }
 """The formats that Spark merges into, by the name in `tables.json`."""
-
-
-def extensions() -> str:
-    """Return the value of `spark.sql.extensions`, which Spark only takes at its start; it leaves
-    out classes that are missing."""
-    return ",".join(each.extension for each in MERGED.values())

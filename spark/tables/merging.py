@@ -12,6 +12,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructField
 
 from txbroker.errors import ConfigurationError
+from txbroker.spark.launch.versions import series
 from txbroker.spark.session import has_class, setting
 from txbroker.spark.storage.storage import storage_of
 from txbroker.spark.tables.formats import TableFormat
@@ -38,9 +39,16 @@ class MergedTables:
         self._catalog = f"audit_{zlib.crc32(out.encode()):08x}"
         _, implementation = next(iter(table_format.catalog.items()))
         if not has_class(spark, implementation):
+            package = table_format.packages.get(series(spark.version))
             raise ConfigurationError(
-                f"the tables in {out} are of {table_format.title}, and Spark has not loaded its "
-                f"package: add --conf spark.jars.packages={table_format.package}"
+                f"the tables in {out} are of {table_format.title}, "
+                + (
+                    f"which has no package for Spark {spark.version}: use pyspark "
+                    f"{max(table_format.packages)}"
+                    if package is None
+                    else "and Spark has not loaded its package: add --conf "
+                    f"spark.jars.packages={package}"
+                )
             )
         for name, value in table_format.catalog.items():
             spark.conf.set(self._filled(name), self._filled(value))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd  # type: ignore[import-untyped]
+import pyspark
 import pytest
 
 from txbroker.errors import ConfigurationError
@@ -256,10 +257,12 @@ def new_store(spark: SparkSession, folder: Path, table_format: str) -> TableStor
 def main(table_format: str, folder: Path) -> None:
     """Run every case in a Spark with the format's package."""
     from tests.spark.conftest import SPARK_CONF
+    from txbroker.spark.launch.versions import series
     from txbroker.spark.session import SparkSettings, spark_session
     from txbroker.spark.tables.formats import MERGED
 
-    packages = {"spark.jars.packages": MERGED[table_format].package}
+    package = MERGED[table_format].packages[series(pyspark.__version__)]
+    packages = {"spark.jars.packages": package}
     with spark_session(SparkSettings("local[2]", SPARK_CONF | packages)) as spark:
         for case in MERGED_CASES:
             case(spark, new_store(spark, folder / case.__name__, table_format))

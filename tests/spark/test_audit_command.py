@@ -28,7 +28,8 @@ def test_spark_submit_runs_the_same(planted: Planted, tmp_path: Path) -> None:
     nothing = submitted(planting, tmp_path)
     assert nothing.code == 1
     # Spark joins both outputs of its child.
-    assert "Error: Spark has no Kafka connector: run spark-submit with --pack" in nothing.out
+    assert "has no Kafka connector: run spark-submit with --packages org.apache" in nothing.out
+    assert "ClassNotFoundException" not in nothing.out
     given = ivy_conf(pyspark.__version__, tmp_path)
     ended = submitted(planting, tmp_path, *(f"{name}={value}" for name, value in given.items()))
     assert ended.code == 4, ended.out

