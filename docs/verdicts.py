@@ -36,7 +36,10 @@ _NOT_VISIBLE = (
     "When the messages are visible, or the transaction is refused or `gone`. Other options of a "
     "later run do not close it."
 )
-_BUSINESS = "When a run with `--business`, and with its group, does not find it again."
+_BUSINESS = (
+    "When a run with `--business` that compares its group does not find it again, or the "
+    "transaction is `gone`."
+)
 _OTHERS = {
     "late": f"{_NOT_VISIBLE} Also when it becomes `lost`.",
     "refused_visible": "When the transaction is no longer refused, or the record no longer in the "
