@@ -275,19 +275,19 @@ def _known_to(gateway: Any, conf: Mapping[str, str]) -> Any:
 def _conf(settings: SparkSettings, master: str, folder: Path) -> dict[str, str]:
     import pyspark
 
+    connector = ivy_conf(pyspark.__version__, folder)
     conf = {
         **_DEFAULTS,
         **(_LOOPBACK if master.startswith("local") else {}),
         **(_QUICK_TASKS if _runs_our_python(master) else {}),
         "spark.sql.warehouse.dir": str(folder / "warehouse"),
-        **ivy_conf(pyspark.__version__, folder),
+        **connector,
         "spark.app.name": _NAME,
         **settings.conf,
         "spark.master": master,
     }
-    if settings.conf.get("spark.jars.packages"):
-        packages = settings.conf["spark.jars.packages"]
-        conf["spark.jars.packages"] = f"{coordinates(pyspark.__version__)},{packages}"
+    packages = (connector["spark.jars.packages"], settings.conf.get("spark.jars.packages"))
+    conf["spark.jars.packages"] = ",".join(filter(None, packages))
     conf |= known_jars(conf)
     # The caller's options come last, so they win.
     given = settings.conf.get(_DRIVER_OPTIONS, "")

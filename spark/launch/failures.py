@@ -24,10 +24,14 @@ def why_not_launched(log: Path, error: Exception) -> str:
 
     text = log.read_text(errors="replace")
     if re.search(r"unresolved dependenc|download failed", text, re.IGNORECASE):
+        wanted = coordinates(pyspark.__version__)
+        # Its own, or another one that it needs or the caller has named.
+        missing = re.search(r"unresolved dependency: ([^#\s]+)#([^;\s]+);([^:\s]+): not fou", text)
+        package = wanted if missing is None else ":".join(missing.groups())
+        what = "Spark's Kafka connector" if package == wanted else "the package"
         return (
-            f"Spark's Kafka connector {coordinates(pyspark.__version__)} could not be downloaded "
-            f"from {repository_shown()}: check the network, or set {REPOSITORY_SETTING} to another "
-            f"Maven repository; {_VERBOSE}"
+            f"{what} {package} could not be downloaded from {repository_shown()}: check the "
+            f"network, or set {REPOSITORY_SETTING} to another Maven repository; {_VERBOSE}"
         )
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"error|exception|invalid", line, re.IGNORECASE)]

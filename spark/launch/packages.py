@@ -54,15 +54,16 @@ def coordinates(spark_version: str) -> str:
 
 
 def ivy_conf(spark_version: str, folder: Path) -> dict[str, str]:
-    """Return the Spark settings that load the connector.
+    """Return the Spark settings that load the connector, unless Spark's own folder of jars has it.
 
     `folder`: for Ivy's settings file; it must exist until Spark has started.
     """
+    there = any((spark_home() / "jars").glob("*spark-sql-kafka-0-10_*.jar"))
     settings = folder / "ivysettings.xml"
     settings.touch(mode=0o600)  # it may hold a password
     settings.write_text(_settings_text(repository()))
     return {
-        "spark.jars.packages": coordinates(spark_version),
+        "spark.jars.packages": "" if there else coordinates(spark_version),
         "spark.jars.excludes": ",".join(_IN_SPARK),
         "spark.jars.ivy": str(ivy_dir()),
         "spark.jars.ivySettings": str(settings),

@@ -223,6 +223,19 @@ def test_unavailable_connector_is_one_sentence(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("txbroker-spark-*"))
 
 
+def test_a_connector_among_sparks_jars_is_not_downloaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPARK_HOME", str(tmp_path))
+    jar = tmp_path / "jars" / "org.apache.spark_spark-sql-kafka-0-10_2.13-4.2.0.jar"
+    given = SparkSettings(conf={"spark.jars.packages": "a:b:1"})
+    jar.parent.mkdir()
+    assert session._conf(given, "local", tmp_path)["spark.jars.packages"] == f"{CONNECTOR},a:b:1"
+    jar.touch()
+    assert session._conf(given, "local", tmp_path)["spark.jars.packages"] == "a:b:1"
+    assert session._conf(SparkSettings(), "local", tmp_path)["spark.jars.packages"] == ""
+
+
 def test_a_repository_that_is_no_url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TXBROKER_MAVEN_REPOSITORY", "ftp://x")
     with pytest.raises(ConfigurationError, match="TXBROKER_MAVEN_REPOSITORY must be a URL"):
@@ -317,6 +330,19 @@ def test_java_that_does_not_start_is_one_sentence(tmp_path: Path, output: str, r
     sentence = why_not_launched(log, RuntimeError("exited early"))
     assert sentence.startswith(f"Spark's Java process does not start: {reason}")
     assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("lost", "named"),
+    [
+        (CONNECTOR.replace(":", "#", 1).replace(":", ";"), f"Spark's Kafka connector {CONNECTOR}"),
+        ("a.b#c;1.0", "the package a.b:c:1.0"),
+    ],
+)
+def test_the_package_that_is_not_found_is_named(tmp_path: Path, lost: str, named: str) -> None:
+    log = tmp_path / "log"
+    log.write_text(f"RuntimeException: [unresolved dependency: {lost}: not found]")
+    assert why_not_launched(log, RuntimeError()).startswith(f"{named} could not be downloaded from")
 
 
 def test_unknown_master_is_one_sentence(tmp_path: Path) -> None:
