@@ -41,7 +41,10 @@ VARIABLES: Json = {
         "type": "object",
         "required": ["name"],
         "properties": {
-            "name": {"type": "string", "not": {"pattern": "^(TXBROKER_|POD_NAME$|XDG_CACHE_HOME$)"}}
+            "name": {
+                "type": "string",
+                "not": {"pattern": "^(TXBROKER_|POD_NAME$|POD_IP$|XDG_CACHE_HOME$)"},
+            }
         },
     },
 }
@@ -203,6 +206,11 @@ def audit() -> Json:
         timeZone=TEXT,
         image=image(),
         master={"type": "string", "minLength": 1},
+        executors=closed(
+            instances=count(0, 1000),
+            cores=count(1),
+            memory={"type": "string", "pattern": "^[0-9]+[kmgt]$"},
+        ),
         sparkConf={
             "type": "object",
             "additionalProperties": False,

@@ -17,7 +17,7 @@ Object = dict[str, Any]
 Render = Callable[..., list[Object]]
 Helm = Callable[..., tuple[int, str]]
 FOLDER = "/etc/txbroker"
-POD = "shop-txbroker-0"
+POD, POD_IP = "shop-txbroker-0", "10.0.0.7"
 SECRET = "a secret of the cluster"
 PRINCIPALS = f"""\
 [principals.shop]
@@ -77,8 +77,8 @@ def environment(pod: Pod) -> dict[str, str]:
         if "value" in variable:
             value = variable["value"]
         elif "fieldRef" in variable["valueFrom"]:
-            assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
-            value = POD
+            field = variable["valueFrom"]["fieldRef"]["fieldPath"]
+            value = {"metadata.name": POD, "status.podIP": POD_IP}[field]
         else:
             value = "of a secret"
         found[variable["name"]] = expanded(value, found)

@@ -158,6 +158,15 @@ WORKERS: Values = {
     "networkPolicy": {"enabled": True, "egress": [{"ports": [{"port": 9093, "protocol": "TCP"}]}]},
     "serviceMonitor": {"enabled": True},
 }
+EXECUTORS: Values = {
+    "kafka": {"oauth": {"audience": "kafka"}, **TOKENS},
+    "imagePullSecrets": ["registry"],
+    "audit": {
+        "enabled": True,
+        "options": ["--out=s3a://warehouse/audit"],
+        "executors": {"instances": 3, "memory": "4g"},
+    },
+}
 NEEDED: Values = {"peerSecret": {"existingSecret": "txbroker-peers"}}
 """Without which the chart makes no more than one proxy."""
 _SETS: dict[str, Values] = {
@@ -173,5 +182,6 @@ _SETS: dict[str, Values] = {
     "principals": PRINCIPALS,
     "peer names": PEER_NAMES,
     "workers": WORKERS,
+    "executors": EXECUTORS,
 }
 SETS = {name: {**NEEDED, **values} for name, values in _SETS.items()}

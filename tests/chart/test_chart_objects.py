@@ -17,6 +17,7 @@ from aiohttp.test_utils import make_mocked_request
 import txbroker
 from tests.chart.chart_pods import (
     POD,
+    POD_IP,
     SECRET,
     Helm,
     Object,
@@ -203,7 +204,7 @@ def test_every_option_and_variable_is_txbrokers(render: Render, name: str) -> No
         context.close()
         of_commands = {CONFIG_VARIABLE, REPOSITORY_SETTING, "TXBROKER_URL", *FILES}
         known = {ENV_PREFIX + field.upper() for field in Settings.model_fields} | of_commands
-        others = {"POD_NAME", "XDG_CACHE_HOME", "HTTPS_PROXY"}
+        others = {"POD_NAME", "POD_IP", "XDG_CACHE_HOME", "HTTPS_PROXY"}
         assert set(environment(pod)) - known <= others
 
 
@@ -465,6 +466,41 @@ def test_an_existing_claim_is_used(render: Render) -> None:
     assert of_kind(objects, "PersistentVolumeClaim") == []
     volumes = pod_of(objects, "CronJob").spec["volumes"]
     assert {"claimName": "runs"} in [v.get("persistentVolumeClaim") for v in volumes]
+
+
+def test_executors_are_pods_that_only_the_audit_makes(render: Render) -> None:
+    objects = render(SETS["executors"])
+    pod = pod_of(objects, "CronJob")
+    _, context = called(pod)
+    conf = dict(text.split("=", 1) for text in context.params["conf"])
+    assert context.params["master"] == "k8s://https://kubernetes.default.svc"
+    assert conf["spark.kubernetes.container.image"] == pod.container["image"]
+    assert conf["spark.kubernetes.driver.pod.name"] == POD
+    assert conf["spark.driver.host"] == POD_IP
+    assert (conf["spark.executor.instances"], conf["spark.executor.memory"]) == ("3", "4g")
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod.container["volumeMounts"]}
+    for name in ("oauthTokenFile", "caCertFile"):
+        assert conf[f"spark.kubernetes.authenticate.{name}"].startswith(mounts["api-token"] + "/")
+    folder, _, file = conf["spark.kubernetes.executor.podTemplateFile"].rpartition("/")
+    assert folder == mounts["executors"]
+    template = yaml.safe_load(one(objects, "ConfigMap", "-audit")["data"][file])
+    (container,) = template["spec"]["containers"]
+    assert container["name"] == conf["spark.kubernetes.executor.podTemplateContainerName"]
+    # Spark names the image.
+    whole = {**container, "image": "x"}
+    template["metadata"]["name"] = "x"
+    template["spec"]["containers"] = [whole]
+    for version in (OLDEST, NEWEST):
+        kubernetes_validate.validate(template, version, strict=True)
+    assert template["spec"]["securityContext"]["runAsNonRoot"] is True
+    (subject,) = one(objects, "RoleBinding")["subjects"]
+    assert (
+        subject["name"]
+        == pod.spec["serviceAccountName"]
+        == one(objects, "Role")["metadata"]["name"]
+    )
+    others = {other.spec["serviceAccountName"] for other in pods(objects) if other != pod}
+    assert subject["name"] not in others
 
 
 # --- watching --------------------------------------------------------------------------------

@@ -303,6 +303,20 @@ REFUSED: dict[str, tuple[Object, str]] = {
         {"audit": {"lateAfterSeconds": 700}},
         "audit.lateAfterSeconds must not be more than audit.lostAfterSeconds",
     ),
+    "tables on a volume of one Pod": (
+        {"audit": {"executors": {"instances": 2}, "options": ["--out=/var/lib/txbroker/audit"]}},
+        "audit.executors needs --out=URI in audit.options",
+    ),
+    "two masters": (
+        {
+            "audit": {
+                "executors": {"instances": 2},
+                "options": ["--full", "--out=s3a://a/b"],
+                "master": "yarn",
+            }
+        },
+        "audit.executors and audit.master exclude one another",
+    ),
 }
 
 

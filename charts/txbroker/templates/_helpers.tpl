@@ -222,6 +222,14 @@ $(POD_NAME).{{ include "txbroker.peers" . }}.{{ .Release.Namespace }}.svc.{{ .Va
 {{- if gt (float64 .Values.audit.lateAfterSeconds) (float64 .Values.audit.lostAfterSeconds) -}}
 {{- fail "audit.lateAfterSeconds must not be more than audit.lostAfterSeconds: a lost transaction has been late before" -}}
 {{- end -}}
+{{- if .Values.audit.executors.instances -}}
+{{- if not (regexMatch " --out=[a-z0-9]+://" (join " " (prepend .Values.audit.options ""))) -}}
+{{- fail "audit.executors needs --out=URI in audit.options: Pods of executors do not have the volume of the tables" -}}
+{{- end -}}
+{{- if ne .Values.audit.master "local[*]" -}}
+{{- fail "audit.executors and audit.master exclude one another: the master is Kubernetes" -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* A secret that the chart made would change at each `helm template`, which cannot look up the one
