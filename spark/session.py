@@ -34,6 +34,7 @@ from txbroker.spark.launch.packages import (
     note_jars,
 )
 from txbroker.spark.launch.versions import (
+    check_classic,
     check_connector,
     check_pyspark,
     check_spark,
@@ -95,7 +96,7 @@ txbroker."""
 
 _PYTHON_LOGGERS = ("DataFrameQueryContextLogger", "SQLQueryContextLogger")
 """pyspark logs every error that it raises to these, as JSON with Java's whole stack."""
-_PACKAGES = ("pyspark", "pandas", "pyarrow", "google.protobuf")
+_PACKAGES = ("pyspark", "py4j", "pandas", "pyarrow", "google.protobuf")
 _END_TIMEOUT_S = 60.0
 """Java writes its archive of classes in some seconds."""
 _CRASH = "fatal error has been detected by the Java Runtime"
@@ -154,6 +155,7 @@ def spark_session(settings: SparkSettings) -> Iterator["SparkSession"]:
             not start; the message names the next step.
     """
     require_pyspark()
+    check_classic(settings.master or settings.conf.get("spark.master", ""))
     _quieten_pyspark(settings.verbose)
     from pyspark import SparkContext
 

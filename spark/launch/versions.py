@@ -7,6 +7,7 @@ from pathlib import Path
 from txbroker.errors import ConfigurationError
 
 SCALA = "2.13"
+_REMOTE = ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED")
 SERIES = ("4.0", "4.1", "4.2")
 """The tests run with each of them: `make spark-matrix`."""
 
@@ -37,6 +38,22 @@ def check_pyspark() -> None:
         raise ConfigurationError(
             f"pyspark is {pyspark.__version__}, and the audit runs with {', '.join(SERIES)}: run "
             "pip install 'txbroker[spark]', or use a cluster with one of these"
+        )
+
+
+def check_classic(master: str) -> None:
+    """Raise a ConfigurationError where the session would be one of Spark Connect, which gives
+    Python no access to Java.
+
+    Args:
+        master: the chosen one, or "".
+    """
+    remote = next((name for name in _REMOTE if os.environ.get(name)), None)
+    if remote is not None or master.startswith("sc://"):
+        raise ConfigurationError(
+            f"{remote or f'--master {master}'} asks for Spark Connect, and the audit needs the "
+            "driver's Java: name the cluster itself with --master, or call it by spark-submit "
+            "there" + ("" if remote is None else f", and unset {remote}")
         )
 
 

@@ -602,7 +602,7 @@ def test_full_run_reports_earlier_retention() -> None:
     assert reason not in drift_in_words(summary(0, mode="incremental"))
 
 
-@pytest.mark.parametrize("module", ["pyspark", "pandas", "pyarrow", "google.protobuf"])
+@pytest.mark.parametrize("module", ["pyspark", "py4j", "pandas", "pyarrow", "google.protobuf"])
 def test_a_package_is_missing(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str
 ) -> None:
