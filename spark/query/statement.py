@@ -14,9 +14,20 @@ from txbroker.errors import TxbrokerError
 
 _PLANS = "org.apache.spark.sql.catalyst.plans.logical."
 _CHANGING = tuple(
-    f"{_PLANS}{name}" for name in ("Command", "ParsedStatement", "Call", "ScriptTransformation")
+    f"{_PLANS}{name}"
+    for name in (
+        "Command",
+        "ParsedStatement",
+        "Call",
+        "ScriptTransformation",
+        "CompoundPlanStatement",
+    )
 )
-"""What changes tables or settings, or starts programs."""
+"""What changes tables or settings, starts programs, or is a script."""
+_HIDING = frozenset(
+    {"ExecuteImmediateQuery", "UnresolvedExecuteImmediate", "PlanWithUnresolvedIdentifier"}
+)
+"""Nodes that the parser fills later: with any statement, or one about what IDENTIFIER() names."""
 _READING = frozenset(
     {
         "DescribeRelation",
@@ -78,7 +89,7 @@ def _check_reads(spark: SparkSession, statement: str) -> None:
     session: Any = spark._jsparkSession
     for node in _nodes(session.sessionState().sqlParser().parsePlan(statement)):
         name = node.getClass().getSimpleName()
-        if name == "ExecuteImmediateQuery" or (name not in _READING and _changes(spark, node)):
+        if name in _HIDING or (name not in _READING and _changes(spark, node)):
             raise QueryFailed(
                 f"audit sql only reads, and this statement ({name}) may change something: "
                 "use SELECT, SHOW, DESCRIBE or EXPLAIN; Spark's own spark-sql changes tables"
