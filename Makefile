@@ -80,6 +80,14 @@ test-long: $(VENV)/.dev ## Run the long tests too: outages, audits, the simulato
 	@for version in 3.9.1 4.3.1; do \
 		TXBROKER_TEST_KAFKA_VERSION=$$version $(PYTEST) tests/contract tests/kafka; done
 
+# Of each series, a release whose Kafka connector Maven Central has.
+SPARKS ?= 4.0.0 4.1.1 4.2.0
+.PHONY: spark-matrix
+spark-matrix: $(VENV)/.dev ## Run the audit's tests with each of SPARKS (4.0.0 4.1.1 4.2.0)
+	@for version in $(SPARKS); do spark=$(VENV)-spark/$$version; \
+		test -d $$spark/pyspark || $(BIN)/python -m pip install -q --no-deps --target $$spark pyspark==$$version; \
+		echo "Spark $$version"; PYTHONPATH=$$PWD/$$spark $(PYTEST) tests/spark; done
+
 .PHONY: mutants
 mutants: $(VENV)/.dev ## Take out each rule of the log protocol, and see its test fail (20 minutes or more)
 	@$(BIN)/python -m tests.rules.mutants
@@ -218,7 +226,7 @@ $(HELM_KEPT):
 .PHONY: lock
 lock: ## Renew constraints.txt with the newest versions that setup.cfg allows
 	@rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
-	@$(VENV)-lock/bin/python -m pip install --quiet '.[$(EVERYTHING)]'
+	@$(VENV)-lock/bin/python -m pip install --quiet '.[$(EVERYTHING)]' pyspark==$(lastword $(SPARKS))
 	@{ echo "# Every version that the tests ran with. Renewed by: make lock"; \
 		$(VENV)-lock/bin/python -m pip freeze --exclude txbroker --exclude pip --all; \
 		} > constraints.txt
@@ -226,4 +234,4 @@ lock: ## Renew constraints.txt with the newest versions that setup.cfg allows
 
 .PHONY: clean
 clean: ## Remove what was made here
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	@rm -rf $(VENV) $(VENV)-spark build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
