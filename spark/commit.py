@@ -6,17 +6,16 @@ folders in the data folder. The next run completes one that counts, and removes 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 from msgspec import Struct, structs
 from pyspark.sql import SparkSession
 
-from txbroker.errors import ConfigurationError
 from txbroker.spark.folders import Folders
 from txbroker.spark.journal import Journal
-from txbroker.spark.lock import tables_locked
+from txbroker.spark.launch.failures import in_words
 from txbroker.spark.schema import RunSummary
+from txbroker.spark.storage.folder import DataFolder
 from txbroker.spark.storage.storage import storage_of
 from txbroker.spark.tables.changes import changes, count_reopened, run_row
 from txbroker.spark.tables.findings import count_findings
@@ -36,20 +35,10 @@ class RunNote(Struct, frozen=True):
     stale: tuple[str, ...] = ()
 
 
-def note_down(data_dir: Path, note: RunNote) -> None:
+def note_down(data_dir: DataFolder, note: RunNote) -> None:
     """Store the folders that a run will write or remove, in place of any earlier note."""
-    path = data_dir / _NOTE
-    fresh = path.with_suffix(".new")
-    try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-        fresh.write_bytes(msgspec.json.encode(note))
-        fresh.replace(path)
-    except OSError as error:
-        raise _unusable(data_dir, error) from None
-
-
-def _unusable(data_dir: Path, error: OSError) -> ConfigurationError:
-    return ConfigurationError(f"the data folder {data_dir} cannot be used: {error}")
+    data_dir.check()
+    data_dir.write(_NOTE, msgspec.json.encode(note))
 
 
 def commit(
@@ -82,46 +71,46 @@ def commit(
     return summary
 
 
-def tidy_up(spark: SparkSession, data_dir: Path, journal: Journal) -> str:
+@in_words(None)
+def tidy_up(spark: SparkSession, data_dir: DataFolder, journal: Journal) -> str:
     """Complete the last run; return its name if it died before it counted, else an empty text.
 
     A run in the journal gets its rows into the tables, and loses the folders that it made obsolete.
     One that is not in the journal loses all its folders.
     """
-    path = data_dir / _NOTE
-    try:
-        note = msgspec.json.decode(path.read_bytes(), type=RunNote)
-    except FileNotFoundError:
+    data_dir.check()  # else the note may be that of another run
+    content = data_dir.read(_NOTE)
+    if content is None:
         return ""
-    except OSError as error:
-        raise _unusable(data_dir, error) from None
+    try:
+        note = msgspec.json.decode(content, type=RunNote)
     except msgspec.MsgspecError:
-        path.unlink()  # it died before it wrote anything
+        data_dir.remove(_NOTE)  # it died before it wrote anything
         return ""
     counts = journal.get(note.run) is not None
     store = open_store(spark, note.out)
-    with tables_locked(data_dir):
+    with data_dir.tables_locked():
         if counts:
             settle(store, journal)
         else:
             store.discard(note.run)
     for folder in note.stale if counts else Folders(note.out).all_of(note.run):
         storage_of(spark, folder).remove(folder)
-    path.unlink()
+    data_dir.remove(_NOTE)
     return "" if counts else note.run
 
 
 @contextmanager
-def settled(data_dir: Path, store: TableStore, journal: Journal) -> Iterator[None]:
+def settled(data_dir: DataFolder, store: TableStore, journal: Journal) -> Iterator[None]:
     """Lock the tables during the block, with all rows of earlier runs in them."""
-    with tables_locked(data_dir):
+    with data_dir.tables_locked():
         settle(store, journal)
         yield
 
 
 def settle(store: TableStore, journal: Journal) -> None:
     """Apply the staged changes that count, and remove others, which died runs and the series of
-    audits before this one have left; the caller holds `tables_locked`."""
+    audits before this one have left; the caller holds `DataFolder.tables_locked`."""
     series = journal.series()
     if store.series not in (None, series):
         return  # another series has taken the tables over

@@ -19,8 +19,9 @@ from sqlite_utils.db import Table
 
 from txbroker.errors import ConfigurationError
 from txbroker.spark.schema import Acknowledgement, RunSummary
+from txbroker.spark.storage.folder import JOURNAL_FILE as JOURNAL_FILE
+from txbroker.spark.storage.folder import KeptFile, LocalFile
 
-JOURNAL_FILE = "audit.db"
 JOURNAL_VERSION = 1
 _APPLICATION_ID = 0x54584241
 """"TXBA" in the file's header, so that no other database is mistaken for a journal."""
@@ -40,15 +41,25 @@ class Journal:
     or cannot be used.
 
     Args:
-        path: the file; the first `add` creates it and its folder.
+        file: `DataFolder.journal`, or a local file; the first `add` creates it and its folder.
+
+    Attributes:
+        path: where the file is kept.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+    def __init__(self, file: KeptFile | Path) -> None:
+        self._file = LocalFile(file) if isinstance(file, Path) else file
+        self.path = self._file.path
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is such a file."""
+        with self._file.read() as path:
+            return path is not None
 
     def add(self, summary: RunSummary) -> None:
         """Store a run; one of the same name is replaced."""
-        with self._opened() as db:
+        with self._changed() as db:
             # Before any read, or two processes could deadlock.
             db.execute("begin immediate")
             self._make_tables(db)
@@ -83,7 +94,7 @@ class Journal:
         self._remove("unwritten", run)
 
     def _remove(self, table: str, run: str) -> None:
-        with self._opened() as db:
+        with self._changed() as db:
             if table in db.table_names():
                 db.execute(f"delete from {table} where run <= ?", [run])
                 db.conn.commit()
@@ -115,7 +126,9 @@ class Journal:
 
     def series(self) -> str:
         """Return the random name of this series of audits, drawn by the first call."""
-        with self._opened() as db:
+        for known in self._rows("series", ""):
+            return str(known["name"])
+        with self._changed() as db:
             db.execute("begin immediate")
             self._make_tables(db)
             for row in db.execute("select name from series"):
@@ -129,7 +142,7 @@ class Journal:
 
     def acknowledge(self, findings: Iterable[Acknowledgement]) -> None:
         """Store acknowledgements; one of the same finding is replaced."""
-        with self._opened() as db:
+        with self._changed() as db:
             db.execute("begin immediate")
             self._make_tables(db)
             rows = map(msgspec.to_builtins, findings)
@@ -147,7 +160,7 @@ class Journal:
         found = [one for one in self.acknowledged() if (one.id, one.grp) == (id, grp)]
         removed = [one for one in found if not kinds or one.kind in kinds]
         if removed:
-            with self._opened() as db:
+            with self._changed() as db:
                 for one in removed:
                     _table(db, "acknowledged").delete((id, grp, one.kind))
                 db.conn.commit()
@@ -161,41 +174,43 @@ class Journal:
     # --- the file ----------------------------------------------------------------------------
 
     def _select(self, which: str, *values: Any, needs: str = "runs") -> list[RunSummary]:
-        if not self.path.exists():
-            return []
-        with self._opened() as db:
-            if not _version(db) or needs not in db.table_names():
+        with self._read() as db:
+            if db is None or not _version(db) or needs not in db.table_names():
                 return []
             rows = db.execute(f"select run, summary from runs {which}", values).fetchall()
-        return [self._decode(*row) for row in rows]
+        return [_decoded(self.path, *row) for row in rows]
 
     def _rows(self, table: str, which: str, *values: Any) -> list[dict[str, Any]]:
-        if not self.path.exists():
-            return []
-        with self._opened() as db:
-            if table not in db.table_names():
+        with self._read() as db:
+            if db is None or table not in db.table_names():
                 return []
             found = db.execute(f"select * from {table} {which}", values)
             names = [column[0] for column in found.description]
             return [dict(zip(names, row, strict=True)) for row in found]
 
-    def _decode(self, run: str, summary: str) -> RunSummary:
-        try:
-            return msgspec.json.decode(summary, type=RunSummary)
-        except (msgspec.MsgspecError, TypeError) as error:
-            raise ConfigurationError(
-                f"the journal {self.path}: run {run} does not parse ({error}); delete its row, or "
-                "start a new journal"
-            ) from None
+    @contextmanager
+    def _read(self) -> Iterator[sqlite_utils.Database | None]:
+        """Yield the file to read it; None where there is none."""
+        with self._file.read() as path:
+            if path is None:
+                yield None
+                return
+            with self._opened(path) as db:
+                yield db
 
     @contextmanager
-    def _opened(self) -> Iterator[sqlite_utils.Database]:
+    def _changed(self) -> Iterator[sqlite_utils.Database]:
+        """Yield the file to change it."""
+        with self._file.changed() as path, self._opened(path) as db:
+            yield db
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[sqlite_utils.Database]:
         """Open the file, check that it is a journal, and turn errors into a
         `ConfigurationError`."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            connection = sqlite3.connect(self.path, timeout=_WAIT_S)
-        except (OSError, sqlite3.Error) as error:
+            connection = sqlite3.connect(path, timeout=_WAIT_S)
+        except sqlite3.Error as error:
             raise ConfigurationError(f"the journal {self.path} cannot be opened: {error}") from None
         try:
             db = sqlite_utils.Database(connection)
@@ -283,6 +298,16 @@ def _table(db: sqlite_utils.Database, name: str) -> Table:
 
 def _version(db: sqlite_utils.Database) -> int:
     return int(db.execute("pragma user_version").fetchone()[0])
+
+
+def _decoded(path: Path | str, run: str, summary: str) -> RunSummary:
+    try:
+        return msgspec.json.decode(summary, type=RunSummary)
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise ConfigurationError(
+            f"the journal {path}: run {run} does not parse ({error}); delete its row, or start a "
+            "new journal"
+        ) from None
 
 
 def _row(summary: RunSummary) -> dict[str, Any]:

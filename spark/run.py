@@ -36,7 +36,7 @@ from txbroker.spark.facts.history import (
     stored,
 )
 from txbroker.spark.folders import Folders, runs_in
-from txbroker.spark.journal import JOURNAL_FILE, Journal
+from txbroker.spark.journal import Journal
 from txbroker.spark.judge.scope import (
     Scope,
     judge_scope,
@@ -45,7 +45,6 @@ from txbroker.spark.judge.scope import (
     scope_of_stored,
     targets_to_look_up,
 )
-from txbroker.spark.launch.failures import in_words
 from txbroker.spark.report.summary import (
     add_up,
     committed_to_missing,
@@ -63,6 +62,7 @@ from txbroker.spark.schema import (
     TopicNames,
 )
 from txbroker.spark.session import RunCost, spread
+from txbroker.spark.storage.folder import DataFolder, KeptFile, data_folder
 from txbroker.spark.tables.current import (
     counting_rows,
     current_verdicts,
@@ -78,7 +78,7 @@ class AuditSettings(Struct, frozen=True):
 
     Attributes:
         out: folder of the tables and of facts: a path, or a URI that Hadoop knows.
-        data_dir: local folder of the journal.
+        data_dir: the folder of the journal, local or opened by the caller.
         names: the installation's topics.
         terms: the terms of the judgement; `now_ms` 0: by the brokers' clocks.
         mode: `incremental` continues the last run, if there is one. `part` judges some transactions
@@ -91,7 +91,7 @@ class AuditSettings(Struct, frozen=True):
     """
 
     out: str
-    data_dir: Path
+    data_dir: Path | DataFolder
     names: TopicNames
     terms: Terms = Terms(0)
     mode: Literal["full", "incremental", "part", "rejudged"] = "incremental"
@@ -101,9 +101,14 @@ class AuditSettings(Struct, frozen=True):
     table_format: str | None = None
 
     @property
-    def journal(self) -> Path:
+    def folder(self) -> DataFolder:
+        """The folder of the journal."""
+        return data_folder(self.data_dir)
+
+    @property
+    def journal(self) -> KeptFile:
         """The journal's file."""
-        return self.data_dir / JOURNAL_FILE
+        return self.folder.journal
 
 
 def run_audit(
@@ -115,7 +120,7 @@ def run_audit(
 ) -> RunSummary:
     """Audit an installation once and return the summary, which is in the journal then.
 
-    The caller holds the data folder's lock, `lock.alone`.
+    The caller holds the data folder's lock, `DataFolder.alone`.
 
     Args:
         access: the Kafka cluster that Spark reads.
@@ -128,7 +133,7 @@ def run_audit(
         AuditError: the topics cannot be read, or the last run cannot be continued.
     """
     journal = Journal(settings.journal)
-    died = tidy_up(spark, settings.data_dir, journal)
+    died = tidy_up(spark, settings.folder, journal)
     if died:
         on_notice(f"Removed the incomplete output of run {died}.")
     audit = _Audit(spark, access, settings, journal, on_stage, on_notice)
@@ -136,11 +141,10 @@ def run_audit(
         summary = audit.run()
     except BaseException:
         with contextlib.suppress(Exception):  # the next run tries again
-            tidy_up(spark, settings.data_dir, journal)
+            tidy_up(spark, settings.folder, journal)
         raise
     try:
-        with in_words(None):
-            tidy_up(spark, settings.data_dir, journal)
+        tidy_up(spark, settings.folder, journal)
     except TxbrokerError as error:
         on_notice(f"The tables are not up to date; the next run tries again: {error}")
     return summary
@@ -186,7 +190,7 @@ class _Audit:
         self._terms = structs.replace(settings.terms, now_ms=now_ms)
         self._check_clock()
         stale = (self._folders.verdicts(self._run), *self._stale(before))
-        note_down(settings.data_dir, RunNote(self._run, settings.out, stale))
+        note_down(settings.folder, RunNote(self._run, settings.out, stale))
         try:
             return self._audit(before)
         finally:
@@ -311,7 +315,7 @@ class _Audit:
         topics = targets_to_look_up(None if again else before, cut)
         if not topics or not self._store.exists:
             return None
-        with settled(self._settings.data_dir, self._store, self._journal):
+        with settled(self._settings.folder, self._store, self._journal):
             self._store = self._opened()
             rows = self._kept(rows_of_topics(self._counting(cut, self._run), sorted(topics)))
             return rows if rows.count() else None
@@ -346,7 +350,7 @@ class _Audit:
                 tally.carried,
             )
         # From the first read of the tables on, so that none of their files is removed meanwhile.
-        with settled(self._settings.data_dir, self._store, self._journal):
+        with settled(self._settings.folder, self._store, self._journal):
             self._store = self._opened()  # expiry may have removed rows since the run began
             chain = self._run if before is None else before.chain.runs[0].run
             current = partial(self._current, written, cut)

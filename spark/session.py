@@ -288,8 +288,8 @@ def _conf(settings: SparkSettings, master: str, folder: Path) -> dict[str, str]:
         **settings.conf,
         "spark.master": master,
     }
-    packages = (connector["spark.jars.packages"], settings.conf.get("spark.jars.packages"))
-    conf["spark.jars.packages"] = ",".join(filter(None, packages))
+    for name in ("spark.jars.packages", "spark.jars.excludes"):
+        conf[name] = ",".join(filter(None, (connector[name], settings.conf.get(name))))
     conf |= known_jars(conf)
     # The caller's options come last, so they win.
     given = settings.conf.get(_DRIVER_OPTIONS, "")

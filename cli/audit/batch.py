@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import click
 from msgspec import structs
 
-from txbroker.cli.audit.run import journal_of, names_of, output_folder, started, terms_of
+from txbroker.cli.audit.run import names_of, output_folder, started, terms_of
 from txbroker.cli.run import CommandFailed, usage_errors
 from txbroker.config.settings import Settings
 from txbroker.errors import TxbrokerError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from txbroker.cli.audit.publish import AuditResult
     from txbroker.spark.business import BusinessTable
     from txbroker.spark.schema import Part, RunSummary, Thresholds
+    from txbroker.spark.storage.folder import DataFolder
 
 _PART_OPTIONS = ("from_ms", "to_ms", "topics", "groups")
 
@@ -76,7 +77,9 @@ def installations(settings: Settings, names: Sequence[str]) -> list[Settings]:
     if "topic_prefix" in settings.model_fields_set:
         raise click.UsageError("--installations names the topic prefixes: leave --topic-prefix out")
     folder = settings.data_dir
-    changed = [{"topic_prefix": name, "data_dir": folder / name} for name in dict.fromkeys(names)]
+    changed = [
+        {"topic_prefix": name, "data_dir": f"{folder}/{name}"} for name in dict.fromkeys(names)
+    ]
     with usage_errors():
         return [Settings(**(settings.model_dump(exclude_unset=True) | each)) for each in changed]
 
@@ -90,7 +93,8 @@ def run_all(
     after the others' results. `several`: each has a subfolder of `--out`, and a report, with its
     name.
     """
-    from txbroker.spark.lock import alone
+    from txbroker.spark.journal import Journal
+    from txbroker.spark.storage.folder import data_folder
 
     require_pyspark()
     failures: list[str] = []
@@ -105,23 +109,30 @@ def run_all(
             failures.append(f"installation {settings.topic_prefix}: {error}")
 
     with ExitStack() as stack:
-        accepted, waiting = [], 0
+        accepted: list[tuple[Settings, DataFolder]] = []
+        running, waiting = None, 0
+        spark = structs.replace(spark, archives=True)
+        if any(isinstance(settings.data_dir, str) for settings in each):
+            running = stack.enter_context(started(spark))  # reaches URIs
         for settings in each:  # all that can be refused before Spark starts
             with noted(settings):
-                stack.enter_context(alone(settings.data_dir))
-                journal = journal_of(settings)
+                folder = data_folder(settings.data_dir, running and running[0])
+                stack.enter_context(folder.alone())
+                journal = Journal(folder.journal)
                 last = journal.last()
                 _check(settings, request, several, journal.series())
                 waiting += _backlog(settings, request.mode, last)
-                accepted.append(settings)
-        if accepted:
-            fitting = structs.replace(spark, archives=True, brief=waiting < BRIEF_MAX)
-            session, bar = stack.enter_context(started(fitting))
-        for settings in accepted:
+                accepted.append((settings, folder))
+        if accepted and running is None:
+            brief = structs.replace(spark, brief=waiting < BRIEF_MAX)
+            running = stack.enter_context(started(brief))
+        for settings, folder in accepted:
             if several:
                 _notice(f"Installation {settings.topic_prefix}:")
+            assert running is not None
+            session, bar = running
             with noted(settings), in_words(None):
-                yield _run(session, bar.stage, settings, request, several)
+                yield _run(session, bar.stage, settings, folder, request, several)
     if failures:
         raise CommandFailed("; ".join(failures))
 
@@ -162,6 +173,7 @@ def _run(
     session: "SparkSession",
     on_stage: Callable[[str], None],
     settings: Settings,
+    folder: "DataFolder",
     request: AuditRequest,
     several: bool,
 ) -> "AuditResult":
@@ -171,12 +183,13 @@ def _run(
     """
     from txbroker.cli.audit.publish import AuditResult, publish_run, report_run
     from txbroker.spark.access import access_from
+    from txbroker.spark.journal import Journal
     from txbroker.spark.run import AuditSettings, run_audit
 
-    journal, out = journal_of(settings), _out_of(settings, request, several)
+    journal, out = Journal(folder.journal), _out_of(settings, request, several)
     audit = AuditSettings(
         out=out,
-        data_dir=settings.data_dir,
+        data_dir=folder,
         names=names_of(settings),
         terms=terms_of(settings, request.ages_ms),
         mode=request.mode,

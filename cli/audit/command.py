@@ -341,6 +341,7 @@ def outbox_command(
 @click.option("--by", metavar="NAME", help="Who acknowledges.", show_default="user@machine")
 @click.option("--list", "listed", is_flag=True, help="List the acknowledgements.")
 @click.option("--remove", is_flag=True, help="Remove them, without a KIND all of the ID or group.")
+@_SPARK_OPTIONS
 @output_option
 def ack_command(
     what: tuple[str, ...], config: Path | None, output: str, listed: bool, **options: Any
@@ -349,17 +350,19 @@ def ack_command(
 
     ID is a transaction, or the TOPIC-PARTITION@OFFSET of an unreadable record; KIND is what
     `txbroker audit show` lists as findings. From the next run on they stay visible as acknowledged
-    findings, but are not counted as drift: no exit code 4, no alert. Works without Spark.
+    findings, but are not counted as drift: no exit code 4, no alert. Works without Spark, unless
+    --data-dir is a URI.
     """
     from txbroker.cli.audit import acknowledge
-    from txbroker.cli.audit.run import journal_of
+    from txbroker.cli.audit.run import journal_of, local_driver
 
     asked = {name: options.pop(name) for name in ("group", "until", "why", "by", "remove")}
-    journal = journal_of(settings_from(config, options))
-    if listed:
-        acknowledge.show(journal, what, asked, output)
-    else:
-        acknowledge.change(journal, what, **asked)
+    spark = local_driver(options)
+    with journal_of(settings_from(config, options), spark) as journal:
+        if listed:
+            acknowledge.show(journal, what, asked, output)
+        else:
+            acknowledge.change(journal, what, **asked)
 
 
 @command.command("sql")
@@ -433,6 +436,7 @@ def expire_command(config: Path | None, out: str | None, keep_days: int, **optio
 @click.argument("id")
 @setting_options(("data_dir",))
 @_out_option
+@_SPARK_OPTIONS
 @object_output_option
 def explain_command(
     id: str, config: Path | None, out: str | None, output: str, **options: Any
@@ -440,18 +444,20 @@ def explain_command(
     """Show why an audit came to its verdict of a transaction, and from which records.
 
     ID is a transaction, or the TOPIC-PARTITION@OFFSET of an unreadable record. It reads what runs
-    have stored in a local folder, as Parquet. Works without Spark. Exit code 1: no run has stored
-    anything of it.
+    have stored in a local folder, as Parquet. Works without Spark, unless --data-dir is a URI. Exit
+    code 1: no run has stored anything of it.
     """
     from txbroker.cli.audit.acknowledge import finding_id
-    from txbroker.cli.audit.run import journal_of, output_folder
+    from txbroker.cli.audit.run import journal_of, local_driver, output_folder
 
-    id, settings = finding_id(id), settings_from(config, options)
+    id, spark = finding_id(id), local_driver(options)
+    settings = settings_from(config, options)
     with needs("spark"):
         from txbroker.cli.audit.explain import show_explanation
         from txbroker.spark.query.explain import explain
     where = output_folder(settings, out)
-    show_explanation(explain(where, journal_of(settings), id), output)
+    with journal_of(settings, spark) as journal:
+        show_explanation(explain(where, journal, id), output)
 
 
 @command.command("show")
@@ -464,24 +470,27 @@ def explain_command(
     show_default=True,
     help="Maximum number of runs.",
 )
+@_SPARK_OPTIONS
 @output_option
 def show_command(
     run: str | None, config: Path | None, limit: int, output: str, **options: Any
 ) -> None:
     """Show past runs, newest first, or one of them.
 
-    RUN is the name of a run, or `last`. Works without Spark.
+    RUN is the name of a run, or `last`. Works without Spark, unless --data-dir is a URI.
     """
     from txbroker.cli.audit.output import show_run, show_runs
-    from txbroker.cli.audit.run import journal_of
+    from txbroker.cli.audit.run import journal_of, local_driver
 
-    journal = journal_of(settings_from(config, options))
-    if run is None:
-        show_runs(journal.runs(limit), output, f"There is no run yet in {journal.path}.")
-        return
-    runs = journal.runs(1) if run == LAST else [journal.get(run)]
-    if not runs or runs[0] is None:
-        raise CommandFailed(
-            f"there is no run {run} in {journal.path}: `txbroker audit show` lists all runs"
-        )
-    show_run(runs[0], output, journal.acknowledged(round(time.time() * 1000)), heading=True)
+    spark = local_driver(options)
+    with journal_of(settings_from(config, options), spark) as journal:
+        if run is None:
+            show_runs(journal.runs(limit), output, f"There is no run yet in {journal.path}.")
+            return
+        runs = journal.runs(1) if run == LAST else [journal.get(run)]
+        if not runs or runs[0] is None:
+            raise CommandFailed(
+                f"there is no run {run} in {journal.path}: `txbroker audit show` lists all runs"
+            )
+        acknowledged = journal.acknowledged(round(time.time() * 1000))
+    show_run(runs[0], output, acknowledged, heading=True)

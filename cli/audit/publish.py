@@ -16,11 +16,11 @@ from txbroker.spark import access
 from txbroker.spark.checks import fails
 from txbroker.spark.folders import Folders, read_broken
 from txbroker.spark.journal import Journal
-from txbroker.spark.lock import tables_locked
 from txbroker.spark.report.report import SET_ASIDE_SHOWN, write_report
 from txbroker.spark.report.summary import set_aside
 from txbroker.spark.report.tables import DRIFT_DAYS, report_tables
 from txbroker.spark.schema import Acknowledgement, RunSummary, Thresholds
+from txbroker.spark.storage.folder import data_folder
 from txbroker.spark.tables.events import write_events
 from txbroker.spark.tables.layout import DRIFT
 from txbroker.spark.tables.store import open_store
@@ -93,7 +93,7 @@ def _write_events(
     if not runs:
         return
     # Compaction would show rows twice for a moment.
-    with tables_locked(settings.data_dir):
+    with data_folder(settings.data_dir, session).tables_locked():
         store = open_store(session, out)
         waiting = set(store.staged_runs())
         runs = list(takewhile(lambda run: run.run not in waiting, runs))
@@ -115,7 +115,7 @@ def report_run(
     if summary.continues and summary.quarantined > len(broken):
         broken = set_aside(read_broken(session, Folders(out), summary.run), SET_ASIDE_SHOWN)
     daily = journal.daily(DRIFT_DAYS, summary.started_ms)
-    with tables_locked(settings.data_dir):
+    with data_folder(settings.data_dir, session).tables_locked():
         tables = report_tables(open_store(session, out), summary.now_ms, daily)
     write_report(path, summary, journal.runs(), tables, broken)
     click.echo(f"The report is in {path}", err=True)

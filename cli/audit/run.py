@@ -55,7 +55,7 @@ def local_driver(options: dict[str, Any]) -> SparkSettings:
 def output_folder(settings: Settings, out: str | None) -> str:
     """Return the folder of the tables, an absolute path or a URI: Delta and a catalogue read a
     relative one from another folder. `out`: the one that is given."""
-    out = out or str(settings.data_dir / "audit")
+    out = out or f"{settings.data_dir}/audit"
     return out if urlsplit(out).scheme else str(Path(out).absolute())
 
 
@@ -89,11 +89,17 @@ def age_limits(options: dict[str, Any]) -> dict[str, int]:
     return {name: round(age_s * 1000) for name, age_s in ages_s.items()}
 
 
-def journal_of(settings: Settings) -> "Journal":
-    """Return the journal of runs; its file need not exist."""
+@contextmanager
+def journal_of(settings: Settings, spark: SparkSettings) -> Iterator["Journal"]:
+    """Yield the journal of runs; its file need not exist. Only that of a URI needs Spark."""
     with needs("spark"):
-        from txbroker.spark.journal import JOURNAL_FILE, Journal
-    return Journal(settings.data_dir / JOURNAL_FILE)
+        from txbroker.spark.journal import Journal
+        from txbroker.spark.storage.folder import data_folder
+    with ExitStack() as stack:
+        session = None
+        if isinstance(settings.data_dir, str):
+            session, _ = stack.enter_context(session_of(spark))
+        yield Journal(data_folder(settings.data_dir, session).journal)
 
 
 def send_to_cluster(spark: SparkSettings, settings: Settings, context: click.Context) -> int:
@@ -190,7 +196,7 @@ def follow(
 
         terms = terms_of(settings, ages_ms)
         audit = StreamSettings(
-            checkpoint=checkpoint or str(settings.data_dir / "audit-stream"),
+            checkpoint=checkpoint or f"{settings.data_dir}/audit-stream",
             names=names_of(settings),
             terms=terms,
             since_ms=since_ms,

@@ -10,10 +10,12 @@ from txbroker.spark.session import SparkSettings
 def run_compact(settings: Settings, spark: SparkSettings, out: str) -> None:
     """Compact the tables, and report it on stderr."""
     with started(spark) as (session, bar):
+        from txbroker.spark.storage.folder import data_folder
         from txbroker.spark.tables.upkeep import compact
 
         bar.stage("joining small files")
-        joined = {name: n for name, n in compact(session, out, settings.data_dir).items() if n}
+        folder = data_folder(settings.data_dir, session)
+        joined = {name: n for name, n in compact(session, out, folder).items() if n}
     counts = ", ".join(f"{name}: {count:,}" for name, count in joined.items())
     click.echo(f"Joined files of {counts}." if joined else "All days are compact.", err=True)
 
@@ -21,10 +23,11 @@ def run_compact(settings: Settings, spark: SparkSettings, out: str) -> None:
 def run_expire(settings: Settings, spark: SparkSettings, out: str, keep_days: int) -> None:
     """Remove old rows from the tables, and report it on stderr."""
     with started(spark) as (session, bar):
+        from txbroker.spark.storage.folder import data_folder
         from txbroker.spark.tables.upkeep import expire
 
         bar.stage("removing old days")
-        first = expire(session, out, settings.data_dir, keep_days)
+        first = expire(session, out, data_folder(settings.data_dir, session), keep_days)
     click.echo(
         "The tables have no run, so nothing was removed."
         if first is None

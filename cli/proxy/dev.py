@@ -76,7 +76,7 @@ def command(
     # With several workers, each process takes its own name.
     with named(settings) if settings.workers == 1 else nullcontext(settings) as settings:
         kafka = EmbeddedKafka(
-            settings.data_dir / "kafka",
+            settings.local_dir / "kafka",
             version=kafka_version,
             port=kafka_port,
             progress=BarProgress(),
@@ -110,9 +110,9 @@ async def develop(kafka: EmbeddedKafka, settings: Settings, *, sample: bool = Fa
             def welcome(line: str) -> None:
                 url, console_url = line.split()[1], line.split()[-1 if settings.admin_listen else 1]
                 if sys.stdout.isatty():
-                    click.echo(_first_steps(url, console_url, settings.data_dir, sample=sample))
+                    click.echo(_first_steps(url, console_url, settings.local_dir, sample=sample))
                 if sample:
-                    group.create_task(run_shop(url, settings.data_dir))
+                    group.create_task(run_shop(url, settings.local_dir))
 
             if settings.workers > 1:
                 group.create_task(run_workers(settings, welcome))

@@ -90,7 +90,7 @@ def _kept_name(settings: Settings, held: contextlib.ExitStack) -> str:
 def _new_name(settings: Settings, folder: Path, file: Path, held: contextlib.ExitStack) -> str:
     """Return a locked and stored id: the one of an older version's file if it is free, else a new
     one."""
-    older = settings.data_dir / "instance"
+    older = settings.local_dir / "instance"
     if name := _read(older):
         with contextlib.suppress(_Taken):
             held.enter_context(_held(folder, name))
@@ -110,7 +110,7 @@ def _in_use(settings: Settings, name: str, taken: _Taken) -> ConfigurationError:
 
 
 def _folder(settings: Settings) -> Path:
-    folder = settings.data_dir / "instances"
+    folder = settings.local_dir / "instances"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

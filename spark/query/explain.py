@@ -115,7 +115,7 @@ def _opened(out: str, journal: Journal) -> "_Stored":
         ) from None
     except OSError as error:
         raise ConfigurationError(f"the output folder {out} cannot be read: {error}") from None
-    series = journal.series() if journal.path.exists() else ""
+    series = journal.series() if journal.exists else ""
     manifest = manifest_of(out, content, series=series)
     assert manifest is not None
     if manifest.format in MERGED:

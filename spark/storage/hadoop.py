@@ -13,7 +13,7 @@ from py4j.protocol import Py4JJavaError
 
 from txbroker.errors import ConfigurationError
 
-_RENAMING = frozenset({"file", "hdfs", "webhdfs", "swebhdfs", "viewfs", "ofs", "o3fs"})
+_RENAMING = frozenset({"hdfs", "webhdfs", "swebhdfs", "viewfs", "ofs", "o3fs"})
 """File systems that write a file in place, and whose renames are atomic."""
 _CONDITIONAL = "fs.option.create.conditional.overwrite"
 """S3A, from Hadoop 3.4.2 on: let the store itself refuse to create a file that exists."""
@@ -149,7 +149,7 @@ class HadoopStorage:
         with self._located(path) as (where, files):
             renamed = bool(files.rename(where, self._path(to)))
         if not renamed:
-            raise ConfigurationError(f"the output folder cannot be used: {path} cannot be renamed")
+            raise ConfigurationError(f"{path} cannot be renamed")
 
     @contextmanager
     def _located(self, path: str) -> Iterator[tuple[Any, Any]]:
@@ -159,9 +159,7 @@ class HadoopStorage:
             yield where, where.getFileSystem(self._conf)
         except Exception as error:
             reason = str(getattr(error, "java_exception", None) or error).partition("\n")[0]
-            raise ConfigurationError(
-                f"the output folder cannot be used: {path}: {reason[:300]}"
-            ) from None
+            raise ConfigurationError(f"{path} cannot be used: {reason[:300]}") from None
 
 
 def _fill(stream: Any, content: bytes) -> None:

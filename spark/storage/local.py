@@ -104,9 +104,7 @@ class LocalStorage:
         try:
             yield where
         except OSError as error:
-            raise ConfigurationError(
-                f"the output folder cannot be used: {path}: {error.strerror or error}"
-            ) from None
+            raise ConfigurationError(f"{path} cannot be used: {error.strerror or error}") from None
 
 
 def _checksums(file: Path) -> Path:

@@ -5,14 +5,15 @@ reached through the Java of Spark's session.
 """
 
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
-
-from pyspark.sql import SparkSession
 
 from txbroker.errors import ConfigurationError
 from txbroker.spark.storage.hadoop import HadoopStorage, default_scheme
 from txbroker.spark.storage.local import LocalStorage, local_path
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 
 class Storage(Protocol):
@@ -55,7 +56,7 @@ class Storage(Protocol):
         """Return the whole URI of a path."""
 
 
-def storage_of(spark: SparkSession, path: str) -> Storage:
+def storage_of(spark: "SparkSession", path: str) -> Storage:
     """Return the storage of a path. One without a scheme is where Spark looks for it: on Hadoop's
     default file system, which usually is this machine's.
 

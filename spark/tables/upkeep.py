@@ -14,8 +14,8 @@ from pyspark.sql import functions as F
 
 from txbroker.errors import ConfigurationError
 from txbroker.spark.commit import settle
-from txbroker.spark.journal import JOURNAL_FILE, Journal
-from txbroker.spark.lock import tables_locked
+from txbroker.spark.journal import Journal
+from txbroker.spark.storage.folder import DataFolder, data_folder
 from txbroker.spark.tables.layout import DRIFT, RUNS, TABLES
 from txbroker.spark.tables.store import TableStore, open_store
 
@@ -23,12 +23,12 @@ _UPKEEP = "upkeep"
 """Where changes are staged, in place of the name of a run."""
 
 
-def compact(spark: SparkSession, out: str, data_dir: Path) -> dict[str, int]:
+def compact(spark: SparkSession, out: str, data_dir: Path | DataFolder) -> dict[str, int]:
     """Join the small files of each day; return how many there were, by table.
 
     Args:
         out: the output folder of audits.
-        data_dir: their local folder.
+        data_dir: their data folder.
 
     Raises:
         ConfigurationError: there are no tables, or they cannot be changed.
@@ -37,7 +37,9 @@ def compact(spark: SparkSession, out: str, data_dir: Path) -> dict[str, int]:
         return store.compact(_UPKEEP)
 
 
-def expire(spark: SparkSession, out: str, data_dir: Path, keep_days: int) -> date | None:
+def expire(
+    spark: SparkSession, out: str, data_dir: Path | DataFolder, keep_days: int
+) -> date | None:
     """Remove rows of earlier days, but no open finding; return the first day that is kept.
 
     Days count back from the newest run by the brokers' clocks, or from today by this machine's if
@@ -67,11 +69,12 @@ def expire(spark: SparkSession, out: str, data_dir: Path, keep_days: int) -> dat
 
 
 @contextmanager
-def _changing(spark: SparkSession, out: str, data_dir: Path) -> Iterator[TableStore]:
+def _changing(spark: SparkSession, out: str, data_dir: Path | DataFolder) -> Iterator[TableStore]:
     """Yield the tables, locked; apply at the end of the block what it has staged."""
-    journal = Journal(data_dir / JOURNAL_FILE)
-    with tables_locked(data_dir):
-        series = journal.series() if journal.path.exists() else ""
+    folder = data_folder(data_dir)
+    journal = Journal(folder.journal)
+    with folder.tables_locked():
+        series = journal.series() if journal.exists else ""
         store = open_store(spark, out, series=series)
         if not store.exists:
             raise ConfigurationError(
@@ -81,5 +84,6 @@ def _changing(spark: SparkSession, out: str, data_dir: Path) -> Iterator[TableSt
         store.discard(_UPKEEP)  # of one that died before it counted
         yield store
         if _UPKEEP in store.staged_runs():
+            folder.check()
             store.conclude(_UPKEEP)
             settle(store, journal)

@@ -16,9 +16,9 @@ import pytest
 
 from txbroker.errors import ConfigurationError
 from txbroker.spark.commit import settle
-from txbroker.spark.journal import JOURNAL_FILE, Journal
-from txbroker.spark.lock import tables_locked
+from txbroker.spark.journal import Journal
 from txbroker.spark.schema import RunSummary
+from txbroker.spark.storage.folder import JOURNAL_FILE, data_folder
 from txbroker.spark.tables.layout import DRIFT, RUNS, TABLES, TRANSACTIONS, Table
 from txbroker.spark.tables.store import TableStore, open_store
 from txbroker.spark.tables.upkeep import compact, expire
@@ -183,16 +183,16 @@ def upkeep_completes_earlier_changes(spark: SparkSession, store: TableStore) -> 
 
 def compaction_waits_for_runs(spark: SparkSession, store: TableStore) -> None:
     """Runs change the tables, as an audit does, while another thread compacts them."""
-    data_dir = Path(store.out).parent
-    journal = Journal(data_dir / JOURNAL_FILE)
+    data_dir = data_folder(Path(store.out).parent)
+    journal = Journal(data_dir.journal)
 
     def change(run: str) -> None:
-        with tables_locked(data_dir):
+        with data_dir.tables_locked():
             settle(store, journal)
             new = rows_of(spark, TRANSACTIONS, settled("a", FIRST, run), settled(run, FIRST, run))
             store.stage(run, TRANSACTIONS, new, known(store, "a"))
             journal.add(RunSummary(run, "full", 0, 0.0, None, {}, 1, {}, {}))
-        with tables_locked(data_dir):
+        with data_dir.tables_locked():
             settle(store, journal)
 
     change("1")

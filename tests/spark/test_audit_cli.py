@@ -32,7 +32,6 @@ from txbroker.spark import schema
 from txbroker.spark.access import AuditError, TopicEnds
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 from txbroker.spark.judge.kinds import ALL_KINDS
-from txbroker.spark.lock import alone
 from txbroker.spark.schema import (
     Acknowledgement,
     BrokenRecord,
@@ -43,6 +42,7 @@ from txbroker.spark.schema import (
     TopicRead,
 )
 from txbroker.spark.session import BRIEF_MAX, SparkSettings
+from txbroker.spark.storage.folder import data_folder
 from txbroker.spark.tables.manifest import Manifest
 
 
@@ -325,7 +325,7 @@ def test_result_is_published_although_the_report_fails(
 
 
 def test_second_audit_is_refused_before_spark_starts(played: Played, tmp_path: Path) -> None:
-    with alone(tmp_path):
+    with data_folder(tmp_path).alone():
         result = played.audit()
     assert (result.code, result.out, played.steps) == (1, "", [])
     assert f"another audit (process {os.getpid()}) is running on {tmp_path}" in result.err
@@ -333,7 +333,7 @@ def test_second_audit_is_refused_before_spark_starts(played: Played, tmp_path: P
 
 
 def test_refused_installation_does_not_stop_the_others(played: Played, tmp_path: Path) -> None:
-    with alone(tmp_path / "shop"):
+    with data_folder(tmp_path / "shop").alone():
         result = played.audit("--installations", "shop", "--installations", "billing")
     assert (result.code, played.steps) == (1, ["spark", f"published {CLEAN.run}"])
     assert "installation shop: another audit" in result.err

@@ -17,12 +17,14 @@ from tests.spark.audit_tables import rows_in
 from tests.spark.fact_world import NAMES, Moment, World, tables_held
 from tests.spark.planted_cases import plant_all, plant_clean
 from tests.spark.planting import Planting, access_to
+from tests.spark.stores import STORE
 from txbroker.core.records import Half
 from txbroker.errors import ConfigurationError
 from txbroker.spark.business import BusinessTable
 from txbroker.spark.journal import Journal
 from txbroker.spark.run import AuditSettings, check_window, run_audit, run_name
 from txbroker.spark.schema import RunSummary, Terms
+from txbroker.spark.storage.folder import data_folder
 from txbroker.spark.tables.layout import DRIFT, RUNS, TABLES, TRANSACTIONS, Table
 from txbroker.spark.tables.store import open_store
 
@@ -52,6 +54,12 @@ class Installation:
         self.on_stage: Callable[[str], None] = lambda stage: None
         self.notices: list[str] = []
         monkeypatch.setattr("txbroker.spark.facts.history.extract", world.stage)
+
+    def move_to_store(self) -> None:
+        """Reach all files as those of a store, in the same folder."""
+        out, folder = f"{STORE}{self.settings.out}", f"{STORE}{self.folder}/data"
+        data_dir = data_folder(folder, self.spark)
+        self.settings = msgspec.structs.replace(self.settings, out=out, data_dir=data_dir)
 
     def audit(self, moment: Moment, **fields: Any) -> RunSummary:
         """Audit the records of a moment. `brokers`: the access that returns the time."""

@@ -13,7 +13,9 @@ from tests.spark.fact_world import World
 from tests.spark.test_audit_incremental import COMPARED, Installation, differences
 from txbroker.spark import run
 from txbroker.spark.journal import Journal
+from txbroker.spark.storage import lease
 from txbroker.spark.storage.hadoop import HadoopStorage
+from txbroker.spark.storage.lease import StoreLock
 from txbroker.spark.storage.local import LocalStorage
 from txbroker.spark.tables.layout import RUNS, TABLES
 from txbroker.spark.tables.parquet import ParquetTables
@@ -63,6 +65,14 @@ class Death:
         for storage in (LocalStorage, HadoopStorage):
             monkeypatch.setattr(storage, "remove", removing(storage.remove))
         monkeypatch.setattr(run, "tidy_up", tidying)
+        check = StoreLock.check
+
+        def checking(lease: StoreLock) -> None:
+            if self.reached and self.reached[-1] == self.point:
+                raise Killed  # nor does a dead one release its locks
+            check(lease)
+
+        monkeypatch.setattr(StoreLock, "check", checking)
 
     def _then(self, call: Callable[..., Any], label: Callable[..., str]) -> Callable[..., Any]:
         def called(*given: Any) -> Any:
@@ -80,20 +90,26 @@ class Death:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("on_store", [False, True], ids=["folder", "store"])
 def test_killed_and_repeated_audits_leave_the_tables_of_one_that_was_not(
-    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_store: bool
 ) -> None:
+    monkeypatch.setattr(lease, "EXPIRY_S", 0.0)
     world = World(7)
     world.live(120)
     (moment,) = world.moments(1)
     world.prepare()
     first = Installation(spark, world, tmp_path / "first", monkeypatch)
+    if on_store:
+        first.move_to_store()
     first.audit(moment)
     death = Death(monkeypatch)
 
     def go_on(name: str) -> Installation:
         shutil.copytree(tmp_path / "first", tmp_path / name)
         runs = Installation(spark, world, tmp_path / name, monkeypatch)
+        if on_store:
+            runs.move_to_store()
         runs.on_stage = death.at
         return runs
 

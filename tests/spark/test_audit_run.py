@@ -29,7 +29,6 @@ from txbroker.spark.judge.horizon import (
     without_removed,
 )
 from txbroker.spark.judge.rows import ALWAYS, Horizon
-from txbroker.spark.lock import alone
 from txbroker.spark.report.summary import AGE_BOUNDS_MS, EXAMPLES_A_KIND, add_up
 from txbroker.spark.schema import (
     VERDICT,
@@ -40,6 +39,7 @@ from txbroker.spark.schema import (
     TimeSpan,
     TopicRead,
 )
+from txbroker.spark.storage.folder import data_folder
 from txbroker.spark.storage.local import LocalStorage
 from txbroker.spark.tables.current import counting_rows, current_verdicts
 from txbroker.spark.tables.layout import TRANSACTIONS
@@ -56,8 +56,8 @@ NOW_MS = 1_700_000_000_000
 
 def test_second_audit_of_a_data_folder_names_the_holder(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from txbroker.spark.lock import alone\n"
-        f"with alone(pathlib.Path({str(tmp_path)!r})): print('held', flush=True); sys.stdin.read()"
+        "import sys; from txbroker.spark.storage.folder import data_folder\n"
+        f"with data_folder({str(tmp_path)!r}).alone(): print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -67,18 +67,18 @@ def test_second_audit_of_a_data_folder_names_the_holder(tmp_path: Path) -> None:
         assert other.stdout.readline() == "held\n"
         with (
             pytest.raises(ConfigurationError, match=rf"process {other.pid}\) is running"),
-            alone(tmp_path),
+            data_folder(tmp_path).alone(),
         ):
             pass
         other.kill()
-    with alone(tmp_path):
+    with data_folder(tmp_path).alone():
         assert (tmp_path / "audit.lock").read_text().strip() != str(other.pid)
 
 
 def test_data_folder_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("")
-    with pytest.raises(ConfigurationError, match="cannot be used"), alone(tmp_path / "data"):
-        pass
+    with pytest.raises(ConfigurationError, match="cannot be used"):
+        data_folder(tmp_path / "data").alone().__enter__()
 
 
 def summary(run: str, **fields: Any) -> RunSummary:
@@ -91,11 +91,11 @@ def test_output_of_dead_run_is_removed_and_the_rest_stays(
     out, journal = str(tmp_path / "out"), Journal(tmp_path / "audit.db")
     for folder in (*Folders(out).all_of("dead"), *Folders(out).all_of("old")):
         LocalStorage().write(f"{folder}/part", b"1")
-    note_down(tmp_path, RunNote("dead", out, (Folders(out).carry("old"),)))
-    assert tidy_up(spark, tmp_path, journal) == "dead"
+    note_down(data_folder(tmp_path), RunNote("dead", out, (Folders(out).carry("old"),)))
+    assert tidy_up(spark, data_folder(tmp_path), journal) == "dead"
     assert not any(map(LocalStorage().exists, Folders(out).all_of("dead")))
     assert all(map(LocalStorage().exists, Folders(out).all_of("old")))
-    assert tidy_up(spark, tmp_path, journal) == ""
+    assert tidy_up(spark, data_folder(tmp_path), journal) == ""
 
 
 def test_counted_run_that_died_before_cleanup_is_cleaned_up(
@@ -105,8 +105,8 @@ def test_counted_run_that_died_before_cleanup_is_cleaned_up(
     journal.add(summary("new"))
     for folder in (*Folders(out).all_of("new"), *Folders(out).all_of("old")):
         LocalStorage().write(f"{folder}/part", b"1")
-    note_down(tmp_path, RunNote("new", out, (Folders(out).carry("old"),)))
-    assert tidy_up(spark, tmp_path, journal) == ""
+    note_down(data_folder(tmp_path), RunNote("new", out, (Folders(out).carry("old"),)))
+    assert tidy_up(spark, data_folder(tmp_path), journal) == ""
     assert all(map(LocalStorage().exists, Folders(out).all_of("new")))
     assert LocalStorage().exists(Folders(out).facts("old"))
     assert not LocalStorage().exists(Folders(out).carry("old"))
@@ -114,7 +114,7 @@ def test_counted_run_that_died_before_cleanup_is_cleaned_up(
 
 def test_a_note_that_was_cut_off_is_no_obstacle(spark: SparkSession, tmp_path: Path) -> None:
     (tmp_path / "audit.running").write_bytes(b'{"run": "x')
-    assert tidy_up(spark, tmp_path, Journal(tmp_path / "audit.db")) == ""
+    assert tidy_up(spark, data_folder(tmp_path), Journal(tmp_path / "audit.db")) == ""
     assert not (tmp_path / "audit.running").exists()
 
 

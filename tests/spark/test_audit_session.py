@@ -540,3 +540,14 @@ def test_jars_are_resolved_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert packages.known_jars(conf) == known
     jar.unlink()
     assert packages.known_jars(conf) == {}
+
+
+@pytest.mark.parametrize("kind", ["packages", "excludes"])
+def test_the_callers_jars_are_added_to_ours(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    name = f"spark.jars.{kind}"
+    settings = session.SparkSettings(conf={name: "a:b:1"})
+    conf = session._conf(settings, "local[1]", tmp_path)
+    assert conf[name] == f"{packages.ivy_conf(pyspark.__version__, tmp_path)[name]},a:b:1"

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import SettingsConfigDict
 
 from txbroker.config.access import KafkaAccess, ListenerAccess, secret_settings
@@ -27,6 +27,8 @@ from txbroker.errors import ConfigurationError
 
 ENV_PREFIX = "TXBROKER_"
 CONFIG_VARIABLE = "TXBROKER_CONFIG"
+
+_URI = re.compile("[A-Za-z][A-Za-z0-9+.-]*:/")
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(gt=0)]
@@ -70,14 +72,20 @@ def _settled_bytes(settled_max: int | None, partitions: int) -> int:
     return settled_max * max(partitions, _PARTITIONS_THEN) * SETTLED_BYTES
 
 
+def _folder(given: object) -> object:
+    """Keep a URI as it is: a path would lose one of its slashes."""
+    return Path(given) if isinstance(given, str) and not _URI.match(given) else given
+
+
 class Settings(ListenerAccess, KafkaAccess):
     """All settings of a proxy. Built by `load_settings`, or directly in tests."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
 
     # --- the process ---
-    data_dir: Path = Path(".txbroker")
-    """Where proxies keep their names and `txbroker dev` its Kafka. Proxies with different names may
+    data_dir: Annotated[Path | str, BeforeValidator(_folder)] = Path(".txbroker")
+    """Where proxies keep their names, `txbroker dev` its Kafka, and audits their journal: a folder;
+    for audits also a URI that Spark can write, such as s3a://…. Proxies with different names may
     share it."""
     instance: str = ""
     """The name of this proxy among the others, the same after a restart, and of one process at a
@@ -200,6 +208,19 @@ class Settings(ListenerAccess, KafkaAccess):
     group_labels_max: Count = 200
     """Groups with separate metrics, at most four fifths of them of one share; further ones count as
     `other`."""
+
+    @property
+    def local_dir(self) -> Path:
+        """`data_dir` as a folder of this machine.
+
+        Raises:
+            ConfigurationError: it is a URI.
+        """
+        if isinstance(self.data_dir, str):
+            raise ConfigurationError(
+                f"data_dir {self.data_dir} is a URI, which only audits can use: name a folder"
+            )
+        return self.data_dir
 
     @property
     def check_window_s(self) -> float:
