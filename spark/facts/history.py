@@ -92,10 +92,14 @@ class EarlierFacts:
 
     def strangers(self, new: Facts, carried: DataFrame) -> DataFrame | None:
         """Return ids with new facts that earlier runs may have read and did not carry on: columns
-        `id` and `id_ms`, each id once; None where there are none."""
-        if self._last_ms is None:
+        `id` and `id_ms`, each id once; None where there are none.
+
+        Any run may have read an id that holds no valid time.
+        """
+        if not self._runs and self._last_ms is None:
             return None
-        old = [t.select("id", "id_ms").where(F.col("id_ms") <= self._last_ms) for t in new]
+        known = F.col("id_ms").isNull() | (F.col("id_ms") <= F.lit(self._last_ms))
+        old = [table.select("id", "id_ms").where(known) for table in new]
         ids = reduce(DataFrame.union, old).join(carried.select("id"), "id", "left_anti")
         return ids.groupBy("id").agg(F.first("id_ms").alias("id_ms"))
 
@@ -104,11 +108,11 @@ class EarlierFacts:
 
         `ids`: columns `id` and `id_ms`, each id once; read several times, so cache it.
         """
-        spans = spans_of(ids)
-        runs = [run.run for run in self._runs if any(_meets(run, span) for span in spans)]
+        times = times_in(ids)
+        runs = self._of(times)
         if not runs:
             return None
-        inside = _inside(spans)
+        inside = times.inside()
         return Facts(*(self._table(name, runs).where(inside) for name in TABLES)).of(ids)
 
     def neighbours(self, old: Facts, whole: Facts) -> DataFrame | None:
@@ -141,11 +145,11 @@ class EarlierFacts:
         later = self._decided_later(since)
         if later is None:
             return None
-        spans = spans_of(later)
-        runs = [run.run for run in self._runs if any(_meets(run, span) for span in spans)]
+        times = times_in(later)
+        runs = self._of(times)
         if not runs:
             return None
-        marks = _marks(self._table("half", runs).where(_inside(spans)))
+        marks = _marks(self._table("half", runs).where(times.inside()))
         ordered = later.join(marks, ["id", "partition"]).join(waiting, ["partition", "order_mark"])
         overtaking = ordered.where(F.col("offset") > F.col("since"))
         return overtaking.groupBy("id").agg(F.first("id_ms").alias("id_ms"))
@@ -162,6 +166,10 @@ class EarlierFacts:
         markers = self._table("op", runs).where("kind = 'commit'").where(reduce(_either, beyond))
         return markers.groupBy("id", "id_ms", "partition").agg(F.max("offset").alias("offset"))
 
+    def _of(self, times: "IdTimes") -> list[str]:
+        """Return the runs that may have read ids with these times."""
+        return [run.run for run in self._runs if times.meet(run)]
+
     def _table(self, name: str, runs: Sequence[str]) -> DataFrame:
         return facts_of_runs(self._spark, self._folders, name, runs, self._since)
 
@@ -173,7 +181,8 @@ def left_of(runs: Sequence[PastRun], there: Set[str]) -> RemainingRuns:
     runs before it. `there`: names of runs whose folders are there.
     """
     first = max((n + 1 for n, run in enumerate(runs) if run.run not in there), default=0)
-    removed = [run.last_ms for run in runs[:first] if run.last_ms is not None]
+    # A run without such a time may have read ids that hold none.
+    removed = [-1 if run.last_ms is None else run.last_ms for run in runs[:first]]
     return RemainingRuns(tuple(runs[first:]), max(removed, default=None))
 
 
@@ -229,14 +238,33 @@ def times_of(
     return TimeSpan(min(first_ms, end_ms), min(max(span.last_ms for span in spans), end_ms))
 
 
-def spans_of(ids: DataFrame) -> list[TimeSpan]:
-    """Return a bounded number of time spans that cover all ids. `ids`: column `id_ms`."""
+class IdTimes(NamedTuple):
+    """The times in some ids: a bounded number of spans that cover them. `untimed`: whether there
+    are ids without a valid time, too."""
+
+    spans: Sequence[TimeSpan]
+    untimed: bool
+
+    def meet(self, run: PastRun) -> bool:
+        """Return whether a run may have read such ids."""
+        return self.untimed or any(_meets(run, span) for span in self.spans)
+
+    def inside(self) -> Column:
+        """Return whether `id_ms` is among these times; there is at least one."""
+        parts = [F.col("id_ms").between(*span) for span in self.spans]
+        return reduce(_either, [F.col("id_ms").isNull()] * self.untimed + parts)
+
+
+def times_in(ids: DataFrame) -> IdTimes:
+    """Return the times in ids. `ids`: column `id_ms`."""
     minutes = ids.groupBy(F.floor(F.col("id_ms") / _BUCKET_MS))
     ends = (F.min("id_ms").alias("first"), F.max("id_ms").alias("last"))
     rows = minutes.agg(*ends).limit(_BUCKETS_MAX + 1).collect()
     if len(rows) > _BUCKETS_MAX:
-        rows = ids.agg(*ends).collect()
-    return joined(TimeSpan(row["first"], row["last"]) for row in rows if row["first"] is not None)
+        rows = ids.groupBy(F.isnull("id_ms")).agg(*ends).collect()
+    untimed = any(row["first"] is None for row in rows)
+    timed = [TimeSpan(row["first"], row["last"]) for row in rows if row["first"] is not None]
+    return IdTimes(joined(timed), untimed)
 
 
 def joined(spans: Iterable[TimeSpan], most: int = _SPANS_MAX) -> list[TimeSpan]:
@@ -266,10 +294,6 @@ def _reads_beyond(run: PastRun, since: dict[int, int]) -> bool:
     """Return whether a run has read markers after these, by partition."""
     ends = run.op_ends
     return any(p < len(ends) and ends[p] > offset + 1 for p, offset in since.items())
-
-
-def _inside(spans: Sequence[TimeSpan]) -> Column:
-    return reduce(_either, (F.col("id_ms").between(*span) for span in spans))
 
 
 def _either(one: Column, other: Column) -> Column:

@@ -162,7 +162,9 @@ def _judged_again(
     """Return those of `strangers` that an earlier run has judged, as far as its facts are there."""
     if known is None and removed_ms is None:
         return None
-    judged = F.lit(False) if removed_ms is None else F.col("id_ms") <= removed_ms
+    judged = F.lit(False)
+    if removed_ms is not None:
+        judged = F.col("id_ms").isNull() | (F.col("id_ms") <= removed_ms)
     found = strangers.where(judged)
     if known is not None:
         for table in known:

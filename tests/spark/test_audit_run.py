@@ -274,7 +274,7 @@ def test_nothing_before_a_removed_run_is_looked_up() -> None:
     # Not the oldest first: the rest of older runs is incomplete.
     assert left_of(runs, {"0", "1", "3"}) == RemainingRuns(runs[3:], 25)
     assert left_of(runs, set()) == RemainingRuns((), 35)
-    assert left_of((PastRun("0", None, None, ()),), set()) == RemainingRuns((), None)
+    assert left_of((PastRun("0", None, None, ()),), set()) == RemainingRuns((), -1)
 
 
 def test_removed_facts_are_beyond_the_horizon() -> None:
