@@ -97,15 +97,23 @@ def read_target(
     since = "" if last is None else last.since
     why = (now.unread if now else "") if can_be_topic(topic) else "no topic can have this name"
     if why:
-        # The next run with the right to read it continues from the last one.
+        # The next run with the right to read it continues from the last one, if it is the same.
         was = gone(topic) if before is None else before
+        was = was if last is None else msgspec.structs.replace(was, id=last.id)
         return msgspec.structs.replace(
             was, begins=was.ends, taken=0, open=(), unread=why, since=since
         )
-    if last is not None and any(last.ends) and (now is None or is_replaced(now, last)):
+    if last is not None and _is_another(now, last):
         before, counted_from, since = None, None, run
     read = gone(topic) if now is None else read_on(now, before, counted_from)
     return msgspec.structs.replace(read, since=since)
+
+
+def _is_another(now: TopicEnds | None, last: TopicRead) -> bool:
+    """Return whether a target is not the one last read, or known by its id alone."""
+    if last.unread and last.id:
+        return now is None or now.id != last.id or is_replaced(now, last)
+    return any(last.ends) and (now is None or is_replaced(now, last))
 
 
 def renewed(before: SnapshotBounds, now: SnapshotBounds) -> frozenset[str]:
@@ -127,12 +135,23 @@ def gone(topic: str) -> TopicRead:
 
 def to_end(read: TopicRead, now: TopicEnds) -> TopicRead:
     """Extend a read to the topic's current end."""
+    check_same([read], {read.topic: now})
     if len(now.ends) != len(read.ends):
         raise AuditError(
             f"partitions were added to topic {read.topic} during the run: run the audit again"
         )
     ends = tuple(max(old, end) for old, end in zip(read.ends, now.ends, strict=True))
     return msgspec.structs.replace(read, ends=ends)
+
+
+def check_same(reads: Iterable[TopicRead], now: Mapping[str, TopicEnds]) -> None:
+    """Check that these topics are still those that a run began to read."""
+    for read in reads:
+        if read.topic in now and now[read.topic].id not in ("", read.id):
+            raise AuditError(
+                f"topic {read.topic} was deleted and created again while it was read: run the "
+                "audit again"
+            )
 
 
 def from_positions(read: TopicRead, positions: Sequence[int]) -> TopicRead:

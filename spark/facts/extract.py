@@ -27,6 +27,7 @@ from txbroker.spark import schema
 from txbroker.spark.access import AuditKafka, TopicEnds
 from txbroker.spark.facts.bounds import (
     OVERFLOW,
+    check_same,
     find_far,
     from_positions,
     held,
@@ -160,7 +161,7 @@ class _Extraction:
             half_clock_ms,
             op_clock_ms,
             tuple(sorted(named - {target.topic for target in targets})),
-            self._held(targets),
+            self._held(targets, parked),
             asked_ms,
         )
         read = {name: self._count(name) for name in Facts._fields}
@@ -199,13 +200,13 @@ class _Extraction:
             from_positions(read, at[read.topic]) if read.topic in at else read for read in reads
         )
 
-    def _held(self, targets: Sequence[TopicRead]) -> tuple[str, ...]:
+    def _held(self, targets: Sequence[TopicRead], parked: TopicRead) -> tuple[str, ...]:
         """Return the target partitions that end in the same open transaction since they were
-        read."""
-        ending_open = [target for target in targets if target.open]
-        if not ending_open:
-            return ()
-        return held(ending_open, self._access.ends(target.topic for target in ending_open))
+        read; check that all these topics are still those that were read."""
+        read = [topic for topic in (*targets, parked) if topic.ends and not topic.unread]
+        now = self._access.ends(topic.topic for topic in read)
+        check_same(read, now)
+        return held(targets, now)
 
     def _named(self, clock: LogClock, which: str = "true") -> set[str]:
         """Return the targets that half messages name, in all rows or in a selection.

@@ -6,7 +6,7 @@ it is.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from txbroker.spark.tables.judged import (
 from txbroker.spark.tables.layout import DRIFT, Table
 
 _BUSINESS = tuple(kind.name for kind in BUSINESS_KINDS)
+_UNDECIDED = ("pending", "parked")
 
 
 def drift(judged: JudgedRun, read: Callable[[Table], DataFrame]) -> Replacement | None:
@@ -161,14 +162,18 @@ def _end(judged: JudgedRun) -> Column:
     """Return how an open finding that was not found again ended; null where it is still open."""
     kind, verdict = F.col("kind"), F.col("verdict")
     seen = kind.isin(*IN_TARGET)
-    found = F.arrays_overlap("findings", F.array(*map(F.lit, NOT_VISIBLE)))
-    still_waits = kind.isin(*NOT_VISIBLE) & (F.col("state") == "committed") & ~found
+    # What is only late by this run's terms and clocks may be lost all the same.
+    worse = F.array_contains("findings", "lost")
+    still_waits = kind.isin(*NOT_VISIBLE) & (F.col("state") == "committed") & ~worse
+    # By clocks that went back, an open transaction is younger than when it was found.
+    younger = (F.col("old")["seen_at"] > moment(judged.now_ms)) & F.col("state").isin(*_UNDECIDED)
     targets = _Targets(judged)
     again = (
         F.when(verdict == "gone", "expired")
         .when(seen & targets.removed(), "expired")
         # By its age, which depends on terms and clocks, or because a promotion may be in flight.
         .when(still_waits | ((kind == "refused_visible") & (F.col("state") == "refused")), None)
+        .when(younger, None)
         .when(verdict.isNotNull(), "healed")
     )
     # A full run reads all records that there are.
@@ -194,6 +199,7 @@ def _end(judged: JudgedRun) -> Column:
         .when(
             kind == "target_missing",
             F.when(F.col("removed") | (looked & lost_sight), "expired")
+            .when(targets.missing() & (F.col("state") != "refused"), None)
             .when(verdict != "gone", "healed")
             .when(verdict.isNull(), unread),
         )
@@ -215,12 +221,11 @@ class _Targets:
     def unread(self) -> Column:
         """Return whether a target of the transaction, or with the evidence, could not be read."""
         names = [target.topic for target in self._all if target.unread]
-        if not names:
-            return F.lit(False)
-        of_transaction = F.arrays_overlap("topics", F.array(*map(F.lit, names)))
-        return F.coalesce(of_transaction, F.lit(False)) | F.coalesce(
-            F.col("old")["topic"].isin(*names), F.lit(False)
-        )
+        return _is_for(names) | F.coalesce(F.col("old")["topic"].isin(*names), F.lit(False))
+
+    def missing(self) -> Column:
+        """Return whether a target of the transaction does not exist."""
+        return _is_for([t.topic for t in self._all if not (t.ends or t.unread)])
 
     def removed(self) -> Column:
         """Return whether the evidence is a record of a target that is not there any more."""
@@ -237,6 +242,12 @@ class _Targets:
             old["offset"] < start, F.lit(True)
         )
         return F.coalesce(target.isNotNull() & removed, F.lit(False))
+
+
+def _is_for(topics: Sequence[str]) -> Column:
+    """Return whether the transaction has a message for one of these topics."""
+    names = F.array(*map(F.lit, topics)).cast("array<string>")
+    return F.coalesce(F.arrays_overlap("topics", names), F.lit(False))
 
 
 def _severity(kind: Column) -> Column:

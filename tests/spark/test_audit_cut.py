@@ -214,6 +214,10 @@ def test_a_target_that_is_another_one_is_read_from_its_start(
         assert (read.since, not any(read.begins)) == (
             ("2", True) if renews else ("1", last[0] is None)
         )
+    # Unless a full run without the right to read it was in between, which knows its id alone.
+    unread = read_target("t", TopicEnds("t", (), (), unread="no right"), None, before, "2")
+    later = read_target("t", now, unread, unread, "3")
+    assert (later.since, any(later.begins)) == ("1" if id == "one" else "3", False)
     cuts = [SnapshotBounds(before, before, before, (each,), (), ()) for each in (before, read)]
     assert renewed(*cuts) == ({"t"} if renews else set())
     if ends is None:  # and is there again
@@ -229,6 +233,8 @@ def test_a_read_goes_on_to_where_the_topic_ends_now() -> None:
     assert later == TopicRead("t", (1, 0), (2, 0), (9, 3), taken=1)
     with pytest.raises(AuditError, match="partitions were added"):
         to_end(read, TopicEnds("t", (0, 0, 0), (9, 3, 0)))
+    with pytest.raises(AuditError, match="t was deleted and created again while it was read"):
+        to_end(read, TopicEnds("t", (5, 0), (9, 3), id="another"))
 
 
 def test_a_topic_that_is_gone_has_no_partitions() -> None:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.kit.topic_reader import create_topic, delete_topic
 from tests.spark.any_records import AT_MS, PARTITION
+from tests.spark.audit_tables import rows_in
+from tests.spark.planting import Planting, access_to
 from tests.spark.test_audit_any_record import NAMES, Audits, Logs, audit
 from txbroker.cli.audit.output import drift_in_words
 from txbroker.core.encoding import encode_half, encode_marker, promoted_headers
 from txbroker.core.records import Half, Marker, MarkerKind, Message, Record
 from txbroker.core.routing import make_id
+from txbroker.spark.access import AuditError
+from txbroker.spark.journal import JOURNAL_FILE, Journal
+from txbroker.spark.run import AuditSettings, run_audit
 from txbroker.spark.schema import Part
 from txbroker.spark.tables.layout import DRIFT, TRANSACTIONS
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
+
+    from txbroker.embedded import EmbeddedKafka
 
 __all__ = ["audit"]  # a fixture
 Written = tuple[str, Record, Record, Record]
@@ -93,3 +103,46 @@ def test_messages_stay_missing_until_they_are_there_again(
     open_now((back, "rolled_back_visible"))
     assert findings()[two[0], "lost"] == "healed"
     assert audit.rows("all", TRANSACTIONS).keys() == {each[0] for each in every}
+
+
+def test_a_run_during_which_a_topic_becomes_another_one_does_not_count(
+    spark: SparkSession, tmp_path: Path, audit: Audits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, *records = written(1, "orders")
+    topics = (NAMES.half, NAMES.op, "orders", NAMES.parked)
+    logs = Logs(spark, {t: records[n : n + 1] for n, t in enumerate(topics)}, tmp_path)
+    load = logs.load
+
+    def replaced(options: Mapping[str, str]) -> DataFrame:
+        logs.recreate("orders", [])
+        return load(options)
+
+    monkeypatch.setattr(logs, "load", replaced)
+    with pytest.raises(AuditError, match="orders was deleted and created again while it was read"):
+        audit(logs, "all")
+    assert Journal(tmp_path / "all" / JOURNAL_FILE).last() is None
+    assert not [*(tmp_path / "all/out").glob("*/run=*")]
+
+
+@pytest.mark.timeout(600)
+async def test_on_kafka_a_topic_created_again_stops_no_run(
+    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    async with Planting(kafka.bootstrap) as p:
+        access = access_to(p.bootstrap, p.prefix)
+        settings = AuditSettings(str(tmp_path / "out"), tmp_path, p.names)
+        bill = await p.prepare(p.message(p.bills, 1))
+        p.promote(bill, await p.commit(bill))
+        await p.turn()
+        first = run_audit(spark, access, settings)
+        assert (first.states, first.drift) == ({"promoted": 1}, {})
+        await asyncio.to_thread(delete_topic, kafka.bootstrap, p.bills)
+        await asyncio.to_thread(create_topic, kafka.bootstrap, p.bills, 1)
+        shown = await p.prepare()
+        p.promote(shown, await p.roll_back(shown))
+        await p.turn()
+        second = run_audit(spark, access, settings)
+    found = {"lost": 1, "rolled_back_visible": 1}
+    assert (second.mode, second.drift, second.open_findings) == ("incremental", found, found)
+    # It proves that the message was there.
+    assert rows_in(spark, settings.out)[bill.id]["state"] == "promoted"

@@ -158,6 +158,35 @@ def test_only_evidence_heals_a_finding(spark: SparkSession) -> None:
     }
 
 
+def test_clocks_that_went_back_heal_nothing(spark: SparkSession) -> None:
+    lives = {
+        "lost": ("committed", ["late"]),
+        "overdue": ("pending", []),
+        "not_kept": ("parked", []),
+        "target_missing": ("committed", []),
+    }
+    ids = {kind: id_at(number) for number, kind in enumerate(lives)}
+    found = [
+        verdict(ids[kind], state, findings=[kind])
+        for kind, (state, _) in lives.items()
+        if kind != "target_missing"
+    ]
+    missing = {"id": ids["target_missing"], "kind": "target_missing", "grp": "g", "kept": True}
+    tables = Tables(spark)
+    tables.run(5, found, missing=[{**missing, "why": "committed to orders"}])
+    targets = [TopicRead("orders", (), (), ())]
+    again = [
+        verdict(ids[kind], state, findings=findings) for kind, (state, findings) in lives.items()
+    ]
+    tables.run(4, again, missing=[], targets=targets)
+    rows = {(row["id"], row["kind"]): row["state"] for row in tables.rows["drift"]}
+    assert rows == {(id, kind): "open" for kind, id in ids.items()} | {
+        (ids["lost"], "late"): "open"
+    }
+    tables.run(6, [verdict(id) for id in ids.values()])
+    assert {row["state"] for row in tables.rows["drift"]} == {"healed"}
+
+
 def states(tables: Tables) -> dict[str, str]:
     return {row["id"]: row["state"] for row in tables.rows["drift"]}
 
