@@ -33,6 +33,7 @@ from txbroker.spark.facts.history import (
     leave_state,
     read_carried,
     read_chain,
+    secret_for,
     stored,
 )
 from txbroker.spark.folders import Folders, runs_in
@@ -185,6 +186,7 @@ class _Audit:
                 "`txbroker audit run` before --rejudge"
             )
         before = self._before()
+        self._secret = secret_for(settings.folder, before)
         # Ages follow the brokers' clocks, not this machine's; only the run's name does not.
         now_ms = settings.terms.now_ms or self._now_ms()
         self._terms = structs.replace(settings.terms, now_ms=now_ms)
@@ -286,6 +288,7 @@ class _Audit:
                 self._access,
                 self._folders,
                 self._run,
+                self._secret,
                 settings.names,
                 self._terms,
                 before,
@@ -340,6 +343,7 @@ class _Audit:
                 self._spark,
                 self._folders,
                 self._run,
+                self._secret,
                 self._settings.names,
                 self._terms,
                 staged,

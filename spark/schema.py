@@ -1,7 +1,8 @@
 """The tables of the audit, and the summary of a run.
 
 Tables are given as Spark DDL, so that this module needs no Spark. No table holds a body: messages
-are compared by 64-bit hashes. Times are milliseconds since 1970 by the brokers' clocks.
+are compared by 64-bit hashes with a secret (see `facts.keyed`). Times are milliseconds since 1970
+by the brokers' clocks.
 """
 
 from collections.abc import Mapping
@@ -29,7 +30,8 @@ for an id. `clock_ms`: the log clock there (the running maximum of append times)
 before the targets were. `void`: why the record does not count, null where it counts: `expired`
 (appended too far from its id's time), `dedup` (another transaction holds its key).
 `timestamp_ms`: null where the user gave none. `order_mark`: hash of the order key, null without
-order. The last four columns are the check policy; it and `order_mark` are on the row with `seq` 0.
+order. `dedup`: hash of the `dedup_key`. The last four columns are the check policy; it and
+`order_mark` are on the row with `seq` 0.
 """
 
 OP = """
@@ -39,8 +41,9 @@ OP = """
         body: bigint, headers: bigint, timestamp_ms: bigint>>, contents_count int
 """
 """One row for each marker. `clock_ms`: the operation topic's log clock there, by which checks are
-timed; `at_ms` is the timestamp of promoted messages. `contents`: the replacing messages that follow
-a commit, by `seq`; null where it announces none. An incomplete batch is no marker."""
+timed; `at_ms` is the timestamp of promoted messages. `reason`: of a check. `contents`: the
+replacing messages that follow a commit, by `seq`; null where it announces none. An incomplete batch
+is no marker."""
 
 VISIBLE = """
     id string, id_ms bigint, topic string, partition int, offset bigint, at_ms bigint, seq int,

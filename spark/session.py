@@ -40,6 +40,7 @@ from txbroker.spark.launch.versions import (
     check_spark,
     spark_home,
 )
+from txbroker.spark.secret import SECRET
 from txbroker.spark.tables.formats import MERGED
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ _DEFAULTS = {
     # Without a limit on their text they have filled a driver's memory.
     "spark.sql.maxPlanStringLength": "100000",
     "spark.sql.ui.retainedExecutions": "50",
+    "spark.sql.redaction.string.regex": SECRET,
 }
 _LOOPBACK = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 """With all executors on this machine, neither its name nor its network matters."""

@@ -21,7 +21,6 @@ from txbroker.cli.options import (
 from txbroker.cli.output import object_output_option, output_option
 from txbroker.cli.run import DRIFT, CommandFailed
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
-from txbroker.errors import needs
 from txbroker.spark.tables.manifest import FORMATS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -447,17 +446,11 @@ def explain_command(
     have stored in a local folder, as Parquet. Works without Spark, unless --data-dir is a URI. Exit
     code 1: no run has stored anything of it.
     """
-    from txbroker.cli.audit.acknowledge import finding_id
-    from txbroker.cli.audit.run import journal_of, local_driver, output_folder
+    from txbroker.cli.audit.explain import show_explanation
+    from txbroker.cli.audit.run import local_driver
 
-    id, spark = finding_id(id), local_driver(options)
-    settings = settings_from(config, options)
-    with needs("spark"):
-        from txbroker.cli.audit.explain import show_explanation
-        from txbroker.spark.query.explain import explain
-    where = output_folder(settings, out)
-    with journal_of(settings, spark) as journal:
-        show_explanation(explain(where, journal, id), output)
+    spark = local_driver(options)
+    show_explanation(settings_from(config, options), spark, out, id, output)
 
 
 @command.command("show")

@@ -1,10 +1,19 @@
 """Shows why an audit came to a verdict or a finding."""
 
+from typing import TYPE_CHECKING
+
 import click
 import msgspec
 
+from txbroker.cli.audit.acknowledge import finding_id
+from txbroker.cli.audit.run import journal_of, output_folder
 from txbroker.cli.output import Row, TableColumn, clock, printable, show_data, show_rows
-from txbroker.spark.query.explain import Explanation
+from txbroker.config.settings import Settings
+from txbroker.errors import needs
+from txbroker.spark.session import SparkSettings
+
+if TYPE_CHECKING:
+    from txbroker.spark.query.explain import Explanation
 
 _RECORDS_SHOWN = 25
 _RECORDS = (
@@ -25,8 +34,15 @@ _FINDINGS = (
 )
 
 
-def show_explanation(found: Explanation, output: str) -> None:
+def show_explanation(
+    settings: Settings, spark: SparkSettings, out: str | None, id: str, output: str
+) -> None:
     """Write an explanation to stdout; as a table, heading, findings and records."""
+    id = finding_id(id)
+    with needs("spark"):
+        from txbroker.spark.query.explain import explain
+    with journal_of(settings, spark) as journal:
+        found = explain(output_folder(settings, out), journal, id)
     if output in ("json", "yaml"):
         run = found.run and {"run": found.run.run, "mode": found.run.mode}
         data: Row = {**msgspec.to_builtins(found), "run": run}
@@ -52,7 +68,7 @@ def show_explanation(found: Explanation, output: str) -> None:
         )
 
 
-def _heading(found: Explanation) -> list[str]:
+def _heading(found: "Explanation") -> list[str]:
     row, run = found.verdict, found.run
     by = "" if run is None else f"{run.run} ({run.mode}, {clock(run.now_ms)})"
     if "@" in found.id:

@@ -36,6 +36,7 @@ from txbroker.spark.facts.bounds import (
     read_target,
     to_end,
 )
+from txbroker.spark.facts.keyed import with_secret
 from txbroker.spark.facts.messages import (
     half_facts,
     op_facts,
@@ -75,6 +76,7 @@ def extract(
     names: TopicNames,
     terms: Terms,
     folder: str,
+    secret: str,
     before: SnapshotBounds | None = None,
     keys_before: DataFrame | None = None,
     counted_from: SnapshotBounds | None = None,
@@ -84,6 +86,7 @@ def extract(
 
     Args:
         folder: an empty folder, a path or URI that Hadoop knows. Each table gets a subfolder.
+        secret: of the hashes in facts; that of the run that this one continues.
         before: bounds of the run that this one continues; None reads everything.
         keys_before: half facts of earlier runs that hold a `dedup_key` within the dedup window
             before `before`.
@@ -92,7 +95,7 @@ def extract(
         part: the transactions to judge; None: all.
     """
     extraction = _Extraction(spark, access, names, terms, folder, before, counted_from)
-    return extraction.run(keys_before, part)
+    return extraction.run(secret, keys_before, part)
 
 
 class _Extraction:
@@ -113,9 +116,9 @@ class _Extraction:
         self._was, self._counted_from = _by_topic(before), _by_topic(counted_from)
         self._written: dict[str, WrittenRows] = {}
 
-    def run(self, keys_before: DataFrame | None, part: Part | None) -> Extract:
+    def run(self, secret: str, keys_before: DataFrame | None, part: Part | None) -> Extract:
         spark, before, names = self._spark, self._before, self._names
-        self._part = part
+        self._secret, self._part = secret, part
         began_s = time.monotonic()
         for name in (*Facts._fields, "broken"):
             self._files.make(self._path(name))
@@ -287,7 +290,8 @@ class _Extraction:
         columns = _types(name).names
         settling = [column for column in facts.columns if column not in columns]
         with in_words():
-            self._store(name, facts.select(*columns, *settling), self._path(name))
+            rows = with_secret(facts.select(*columns, *settling), self._secret)
+            self._store(name, rows, self._path(name))
 
     def _store(self, name: str, rows: DataFrame, path: str) -> None:
         """Append rows to the files of a table, and count them on the way."""

@@ -39,6 +39,8 @@ from txbroker.spark.schema import (
     TopicNames,
     no_rows,
 )
+from txbroker.spark.secret import SECRET_FILE, mark_of, secret_in
+from txbroker.spark.storage.folder import DataFolder
 from txbroker.spark.storage.storage import storage_of
 
 _BUCKET_MS = 60_000
@@ -315,8 +317,9 @@ def _visible_now(decided: DataFrame, whole: Facts) -> DataFrame:
 
 # --- state for the next run ----------------------------------------------------------------------
 
-CHAIN_VERSION = 2
-"""Version 1 kept the verdicts of all its runs, and no tables."""
+CHAIN_VERSION = 3
+"""Version 1 kept the verdicts of all its runs, and no tables; the hashes of version 2 had no
+secret."""
 _CHAIN = "chain.json"
 
 
@@ -331,6 +334,7 @@ class Chain(Struct, frozen=True):
         carried: number of carried transactions.
         keys: whether half messages with a `dedup_key` are carried.
         rows: number of carried facts, by table.
+        secret: the mark of the secret with which the facts are hashed.
     """
 
     names: TopicNames
@@ -340,6 +344,7 @@ class Chain(Struct, frozen=True):
     carried: int
     keys: bool
     rows: dict[str, int] = {}
+    secret: str = ""
     version: int = CHAIN_VERSION
 
 
@@ -382,6 +387,7 @@ def gather(
     access: AuditKafka,
     folders: Folders,
     run: str,
+    secret: str,
     names: TopicNames,
     terms: Terms,
     before: CarriedState | None,
@@ -391,12 +397,13 @@ def gather(
     """Read the topics from where the last run ended, or from their beginnings.
 
     Args:
+        secret: of the hashes in facts.
         before: the state of the run that this one continues.
         counted_from, part: as in `extract`.
     """
     chain, keys = (None, None) if before is None else (before.chain, before.keys)
     cut, folder = None if chain is None else chain.cut, folders.facts(run)
-    return extract(spark, access, names, terms, folder, cut, keys, counted_from, part)
+    return extract(spark, access, names, terms, folder, secret, cut, keys, counted_from, part)
 
 
 def stored(spark: SparkSession, folders: Folders, chain: Chain) -> Extract:
@@ -427,6 +434,7 @@ def leave_state(
     spark: SparkSession,
     folders: Folders,
     run: str,
+    secret: str,
     names: TopicNames,
     terms: Terms,
     staged: Extract,
@@ -439,6 +447,7 @@ def leave_state(
     """Write the state that the next run continues.
 
     Args:
+        secret: with which the facts are hashed.
         staged: the facts that the run has read.
         before: the state that it continues.
         judged: the facts that it has judged.
@@ -450,7 +459,7 @@ def leave_state(
     this = PastRun(run, first_ms, last_ms, cut.op.ends)
     runs = (this,) if last is None else (*last.runs, this)
     keyed = bool(staged.read["half"].keyed) or (last is not None and last.keys)
-    chain = Chain(names, cut, horizon, runs, carried, keyed)
+    chain = Chain(names, cut, horizon, runs, carried, keyed, secret=mark_of(secret))
     known = None if before is None else before.keys
     keys = keys_in_window(staged.facts.half, known, cut.half_clock_ms, terms.dedup_window_ms)
     write_carried(spark, folders, run, chain, judged, verdicts, keys)
@@ -464,6 +473,18 @@ def check_goes_on(chain: Chain, names: TopicNames) -> None:
                 f"the last run with this data folder audited {was}, not {now}: name a separate "
                 "--data-dir for each installation"
             )
+
+
+def secret_for(folder: DataFolder, before: CarriedState | None) -> str:
+    """Return the secret with which a run hashes facts: that of its data folder. It must be the one
+    of the run before, so that facts of both can be compared."""
+    secret = secret_in(folder)
+    if before is not None and before.chain.secret != mark_of(secret):
+        raise ConfigurationError(
+            f"{SECRET_FILE} in the data folder is not the one of the last run, whose hashes would "
+            "differ: restore the file, or run a full audit (--full)"
+        )
+    return secret
 
 
 def read_carried(

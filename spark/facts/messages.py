@@ -646,7 +646,10 @@ def _markers(read: DataFrame) -> DataFrame:
         F.when(is_marker, F.coalesce(marker["group"], F.lit(""))).alias("grp"),
         F.when(is_marker, _int(marker["round"])).alias("round"),
         F.when(is_marker, _int(marker["number"])).alias("number"),
-        F.when(is_marker, F.coalesce(marker["reason"], F.lit(""))).alias("reason"),
+        # Of other markers it is a person's text, which no verdict depends on.
+        F.when(marker["kind"] == MarkerKind.CHECK, F.coalesce(marker["reason"], F.lit("")))
+        .otherwise(F.lit(""))
+        .alias("reason"),
         F.when(
             is_marker, F.coalesce(F.rint(marker["later_s"] * 1000).try_cast("bigint"), F.lit(0))
         ).alias("later_ms"),

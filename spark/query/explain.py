@@ -1,4 +1,4 @@
-"""Why a verdict or a finding is as it is: its rows in the tables, and the records behind them.
+"""Why a verdict or a finding is as it is: its rows in the tables, and the records that led to them.
 
 It reads with pyarrow what runs have stored, so that the answer needs no Spark and takes a second.
 """
@@ -31,7 +31,7 @@ class NotExplained(TxbrokerError):
     """Runs have stored nothing of a transaction or record; the message names the next step."""
 
 
-class Evidence(Struct, frozen=True):
+class ReadRecord(Struct, frozen=True):
     """A record that a run has read.
 
     Attributes:
@@ -66,7 +66,7 @@ class Explanation(Struct, frozen=True):
     verdict: Row | None
     is_open: bool
     findings: tuple[Row, ...]
-    records: tuple[Evidence, ...]
+    records: tuple[ReadRecord, ...]
     run: RunSummary | None
 
     @property
@@ -161,7 +161,7 @@ class _Stored(NamedTuple):
         for name, value in fields.items():
             here = here & (ds.field(name) == value)
         found = [
-            Evidence("unreadable", place, row["at_ms"], _text(row["why"]), row["run"])
+            ReadRecord("unreadable", place, row["at_ms"], _text(row["why"]), row["run"])
             for row in self._facts("broken", here)
         ]
         findings = self._findings(ds.field("id") == place)
@@ -255,13 +255,13 @@ class _Records:
             "visible": self._visible,
         }
 
-    def _half(self, row: Row) -> Evidence:
+    def _half(self, row: Row) -> ReadRecord:
         counts = row["void"] and f"does not count: {row['void']}"
         target = f"for {row['topic']}-{row['target_partition']}"
         what = (f"{_message(row)} {target}", f"group {row['grp']}", counts)
         return _evidence("half", self._names.half, row, *what)
 
-    def _marker(self, row: Row) -> Evidence:
+    def _marker(self, row: Row) -> ReadRecord:
         kind, replaces = row["kind"], row["contents_count"]
         attempt = row["number"] and f"attempt {row['number']} of round {row['round']}"
         by = kind in ("commit", "rollback", "revive") and f"by {row['source']}"
@@ -272,21 +272,21 @@ class _Records:
         what = (by, attempt, later, row["reason"], contents, decides)
         return _evidence(kind, self._names.op, row, *what)
 
-    def _parked(self, row: Row) -> Evidence:
+    def _parked(self, row: Row) -> ReadRecord:
         what = f"copy of {_message(row)}"
         if row["tombstone"]:
             what = f"copy of message {row['seq']} dropped"
         return _evidence("parked", self._names.parked, row, what, row["state"], row["cause"])
 
-    def _visible(self, row: Row) -> Evidence:
+    def _visible(self, row: Row) -> ReadRecord:
         topic = row["topic"]
         gone = row["run"] < self._since.get(topic, "") and "in a topic that is there no more"
         return _evidence("visible", topic, row, _message(row), gone)
 
 
-def _evidence(kind: str, topic: str, row: Row, *what: str | int | None) -> Evidence:
+def _evidence(kind: str, topic: str, row: Row, *what: str | int | None) -> ReadRecord:
     place = f"{topic}-{row['partition']}@{row['offset']}"
-    return Evidence(
+    return ReadRecord(
         kind, place, row["at_ms"], _text(", ".join(str(e) for e in what if e)), row["run"]
     )
 
@@ -300,6 +300,6 @@ def _text(text: str) -> str:
     return text[:TEXT_MAX]
 
 
-def _by_place(record: Evidence) -> tuple[str, int]:
+def _by_place(record: ReadRecord) -> tuple[str, int]:
     partition, _, offset = record.place.rpartition("@")
     return partition, int(offset)

@@ -165,8 +165,8 @@ class LocalFolder:
         return LocalStorage().read(f"{self._path}/{name}")
 
     def write(self, name: str, content: bytes) -> None:
-        """Replace a file."""
-        LocalStorage().write(f"{self._path}/{name}", content)
+        """Replace a file, which only this user may read."""
+        LocalStorage().write(f"{self._path}/{name}", content, 0o600)
 
     def remove(self, name: str) -> None:
         """Remove a file."""

@@ -34,12 +34,19 @@ class LocalStorage:
             except FileNotFoundError:
                 return None
 
-    def write(self, path: str, content: bytes) -> None:
-        """Write a file beside the older one, then rename it."""
+    def write(self, path: str, content: bytes, mode: int = 0o666) -> None:
+        """Write a file beside the older one to the disk, then rename it. `mode`: who may read it,
+        less the process's mask."""
         with self._located(path) as where:
             where.parent.mkdir(parents=True, exist_ok=True)
             fresh = where.with_name(f"{where.name}.new")
-            fresh.write_bytes(content)
+            fresh.unlink(missing_ok=True)
+            with os.fdopen(
+                os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb"
+            ) as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
             _checksums(where).unlink(missing_ok=True)  # of the older one
             fresh.replace(where)
 

@@ -246,6 +246,7 @@ class World:
         names: TopicNames,
         terms: Terms,
         folder: str,
+        secret: str,
         before: SnapshotBounds | None = None,
         keys_before: object = None,
         counted_from: SnapshotBounds | None = None,

@@ -166,7 +166,9 @@ def test_op_facts_are_what_the_codec_reads(spark: SparkSession, seed: int) -> No
             continue
         assert row["why"] is None, (row["why"], record)
         assert (row["id"], row["kind"], row["source"]) == (marker.id, marker.kind, marker.source)
-        assert (row["grp"], row["reason"]) == (marker.group, marker.reason)
+        # The reason of a decision is a person's text.
+        reason = marker.reason if marker.kind is MarkerKind.CHECK else ""
+        assert (row["grp"], row["reason"]) == (marker.group, reason)
         assert (row["round"], row["number"]) == (min(marker.round, INT_MAX), marker.number)
         assert row["later_ms"] == round(marker.later_s * 1000)
         assert row["contents_count"] == min(marker.contents, INT_MAX)
@@ -397,3 +399,41 @@ def test_time_and_partition_come_out_of_any_id(spark: SparkSession) -> None:
         else:
             parts = parse_id(text)
             assert (known, partition, time_ms) == (True, parts.partition, parts.time_ms), text
+
+
+# --- what users wrote ----------------------------------------------------------------------------
+
+
+def test_only_the_secret_repeats_a_hash(spark: SparkSession) -> None:
+    """Equal messages keep equal hashes; nothing of the user, and nothing of the secret, shows."""
+    from pyspark.sql import functions as F
+
+    from txbroker.spark.facts.keyed import HASH_OF_NOTHING, with_secret
+    from txbroker.spark.facts.messages import headers_hash
+    from txbroker.spark.session import setting
+
+    rows = spark.createDataFrame(
+        [(1, HASH_OF_NOTHING, "a@b.example"), (1, 7, "c"), (2, None, None)],
+        "body bigint, headers bigint, dedup string",
+    ).selectExpr("*", "if(body = 1, named_struct('body', body, 'headers', headers), NULL) content")
+    secret, other = (f"txb-audit-secret:{digit * 64}" for digit in "ab")
+    mine, theirs = with_secret(rows, secret), with_secret(rows, other)
+    (one, two, three), (another, *_) = mine.collect(), theirs.collect()
+    assert one.body == two.body != three.body
+    assert len({1, one.body, another.body}) == 3
+    assert (one.headers, three.headers) == (HASH_OF_NOTHING, None)
+    assert two.headers not in (7, HASH_OF_NOTHING)
+    assert len({"a@b.example", one.dedup, another.dedup, two.dedup}) == 4
+    assert three.dedup is None
+    assert (one.content.body, one.content.headers) == (one.body, one.headers)
+    assert (two.content.headers, three.content) == (two.headers, None)
+    (none,) = (
+        spark.sql("SELECT array() AS h")
+        .select(headers_hash(F.col("h").cast("array<struct<key: string, value: binary>>")))
+        .collect()
+    )
+    assert none[0] == HASH_OF_NOTHING
+    with setting(spark, "spark.sql.maxPlanStringLength", "100000"):
+        plan = mine._jdf.queryExecution().toString()
+    assert "sha2" in plan
+    assert "a" * 64 not in plan

@@ -24,6 +24,7 @@ from txbroker.spark.business import BusinessTable
 from txbroker.spark.journal import Journal
 from txbroker.spark.run import AuditSettings, check_window, run_audit, run_name
 from txbroker.spark.schema import RunSummary, Terms
+from txbroker.spark.secret import SECRET_FILE
 from txbroker.spark.storage.folder import data_folder
 from txbroker.spark.tables.layout import DRIFT, RUNS, TABLES, TRANSACTIONS, Table
 from txbroker.spark.tables.store import open_store
@@ -270,7 +271,7 @@ def test_state_of_an_earlier_version_is_read_again_with_a_notice(
     (state,) = (tmp_path / "out/carry").glob("*/chain.json")
     chain = msgspec.json.decode(state.read_bytes())
     state.with_name(".chain.json.crc").unlink()
-    state.write_bytes(msgspec.json.encode(chain | {"version": 1}))
+    state.write_bytes(msgspec.json.encode(chain | {"version": 2}))
     brokers = SimpleNamespace(now_ms=lambda names: world.now_at(world.end()) - 5000)
     again = runs.audit(world.end(), brokers=brokers)
     assert (again.mode, again.records) == ("full", first.records)
@@ -280,6 +281,16 @@ def test_state_of_an_earlier_version_is_read_again_with_a_notice(
     assert runs.kept("facts") == runs.kept("carry") == [again.run]
     (row,) = runs.rows().values()
     assert row["verdict"] == "settled"
+    secret = tmp_path / "data" / SECRET_FILE
+    assert secret.stat().st_mode & 0o777 == 0o600
+    text = secret.read_text()
+    secret.unlink()
+    with pytest.raises(ConfigurationError, match=r"restore the file, or run a full audit"):
+        runs.audit(world.end())
+    secret.write_text(text[:-1])
+    with pytest.raises(ConfigurationError, match=r"audit\.secret is damaged: restore it"):
+        runs.audit(world.end())
+    secret.write_text(text)
     (state,) = (tmp_path / "out/carry").glob("*/chain.json")
     state.with_name(".chain.json.crc").unlink()
     state.write_bytes(msgspec.json.encode(chain | {"version": 99}))

@@ -76,7 +76,7 @@ async def staged(
     """Stage while the event loop goes on."""
     from txbroker.spark.facts.extract import extract
 
-    args = (spark, access, planting.names, more.pop("terms", TERMS), str(folder))
+    args = (spark, access, planting.names, more.pop("terms", TERMS), str(folder), "secret")
     return await asyncio.to_thread(lambda: extract(*args, **more))
 
 
@@ -243,6 +243,7 @@ async def test_a_second_run_goes_on_where_the_first_has_ended(
         assert {why for id, why in void.items() if id != again.id} == {None}
         halves = by_id(first.facts.half)
         assert halves[held.id][0]["void"] is None
+        assert halves[held.id][0]["dedup"] not in (None, "k")
         assert halves[late.id][0]["early"] is False
         assert by_id(whole.facts.half)[late.id][0]["early"] is True
 

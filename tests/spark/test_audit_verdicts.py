@@ -197,7 +197,7 @@ async def test_installations_that_share_targets_do_not_see_one_another(
     assert not differences(one.expected.values(), reported.rows)
     # What the other one's audit is given; its verdicts follow from that alone.
     access = access_to(kafka.bootstrap, two.prefix)
-    args = (spark, access, two.names, Terms(0), str(tmp_path / "two"))
+    args = (spark, access, two.names, Terms(0), str(tmp_path / "two"), "secret")
     read = await asyncio.to_thread(lambda: extract(*args))
     promoted = {each.id for each in two.expected.values() if each.state == "promoted"}
     assert {target.topic for target in read.cut.targets} == {one.orders, one.bills, two.orders}

@@ -1,4 +1,4 @@
-"""`txbroker audit explain`: from which records a verdict comes, and what it says where none is."""
+"""`txbroker audit explain`: from which records a verdict comes, and the sentence where none is."""
 
 from __future__ import annotations
 
