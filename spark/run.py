@@ -352,6 +352,7 @@ class _Audit:
                 horizon,
                 written,
                 tally.carried,
+                tally.carried_ms,
             )
         # From the first read of the tables on, so that none of their files is removed meanwhile.
         with settled(self._settings.folder, self._store, self._journal):
@@ -383,8 +384,18 @@ class _Audit:
                 unknown_to_ms=unknown_to_ms,
                 acknowledged=self._journal.acknowledged(),
                 checks=self._settings.checks,
+                days=tally.days,
+                checked=self._may_be_checked(staged, before, scope),
+                first=not self._store.exists,
             )
             return commit(self._journal, self._store, judged, self._ended)
+
+    def _may_be_checked(self, staged: Extract, before: CarriedState | None, scope: Scope) -> bool:
+        """Return whether there may be check-backs among the facts that were judged."""
+        if staged.read["op"].checks or self._settings.mode == "rejudged":
+            return True
+        carried = before is not None and bool(before.chain.rows.get("op"))
+        return carried or scope.judged_again is not None
 
     def _current(self, written: DataFrame, cut: SnapshotBounds, since: str) -> DataFrame:
         """Return the valid verdict of each transaction; of a part, of each that it judged.

@@ -6,7 +6,8 @@ by the brokers' clocks.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from msgspec import Struct
 
@@ -15,6 +16,7 @@ from txbroker.contract.drift import Severity
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import StructType
 
 HALF = """
     id string, id_ms bigint, partition int, offset bigint, at_ms bigint, clock_ms bigint,
@@ -69,6 +71,14 @@ as in `HALF`, and when its first check was due; null in a tombstone."""
 
 TABLES = {"half": HALF, "op": OP, "visible": VISIBLE, "parked": PARKED}
 """The tables of facts."""
+
+
+@lru_cache(maxsize=64)
+def types_of(ddl: str) -> "StructType":
+    """Return the columns of a table; Spark's parser needs a session."""
+    from pyspark.sql.types import StructType
+
+    return cast(StructType, StructType.fromDDL(ddl))
 
 
 def no_rows(spark: "SparkSession", ddl: str) -> "DataFrame":
@@ -264,11 +274,13 @@ class TimeSpan(NamedTuple):
 
 
 class TableCount(NamedTuple):
-    """Number of rows in a table, of rows with a `dedup_key`, and the times in their ids, if any."""
+    """Number of rows in a table, of rows with a `dedup_key`, the times in their ids, if any, and
+    the number of check-backs."""
 
     rows: int
     keyed: int
     span: TimeSpan | None
+    checks: int = 0
 
 
 class Extract(Struct, frozen=True):

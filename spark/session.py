@@ -13,10 +13,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import Struct
 
@@ -163,11 +164,13 @@ def spark_session(settings: SparkSettings) -> Iterator["SparkSession"]:
 
     if "PYSPARK_GATEWAY_PORT" in os.environ or SparkContext._active_spark_context is not None:
         with _submitted(settings) as spark:
+            keep_names(cast(Any, spark.sparkContext)._jvm)
             yield spark
         return
     folder = Path(tempfile.mkdtemp(prefix="txbroker-spark-"))
     try:
         with _without_artifacts(), _started(settings, folder) as spark:
+            keep_names(cast(Any, spark.sparkContext)._jvm)
             yield spark
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -438,6 +441,32 @@ def _check_connector(context: "SparkContext") -> None:
     check_connector(source, context.version, wanted)
 
 
+_KEPT_NAMES = (
+    (("functions",), ("col", "lit")),
+    (("org.apache.spark.sql.functions",), ("col", "expr", "lit", "when")),
+    (("PythonUtils",), ("toSeq",)),
+    (("PythonSQLUtils",), ("ddlToJson",)),
+    (("java", "util", "regex", "Pattern"), ("compile",)),
+    (("org", "apache", "hadoop", "fs"), ("Path",)),
+    (("py4j", "reflection", "TypeUtil"), ("isInstanceOf",)),
+)
+"""Classes that each column and table asks for, and their methods."""
+
+
+def keep_names(jvm: Any) -> None:
+    """Look up some names of Java once: by default, each use of one is some calls more."""
+    from py4j.protocol import Py4JError
+
+    for path, methods in _KEPT_NAMES:
+        place = jvm
+        for name in path:
+            setattr(place, name, getattr(place, name))
+            place = getattr(place, name)
+        for name in methods:
+            with contextlib.suppress(Py4JError):  # other versions of Spark may not have it
+                setattr(place, name, getattr(place, name))
+
+
 def has_class(spark: "SparkSession", name: str) -> bool:
     """Return whether Spark has loaded a package with this class."""
     return _source(spark.sparkContext, name) is not None
@@ -459,12 +488,19 @@ ROWS_A_TASK = 200_000
 """Rows of facts in one task: about 100 MB at the widest, which a task sorts without spilling."""
 _ROWS_A_CORE = 20_000
 """With fewer rows, another task costs more than it saves."""
-_COMPILED_FROM = 20_000
-"""For fewer rows, Spark evaluates expressions without compiling Java for each query."""
-_INTERPRETED = {
+_SMALL_BELOW = 20_000
+_SMALL = {
+    # Expressions are evaluated without compiling Java for each query.
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    # A query is one job: otherwise each shuffle and each broadcast is one more.
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.autoBroadcastJoinThreshold": "-1",
+    # A table is read by one task, however many files it has.
+    "spark.sql.files.minPartitionNum": "1",
+    "spark.sql.files.openCostInBytes": "0",
 }
+"""For fewer rows, the planning of a query costs more than its rows."""
 
 
 @contextmanager
@@ -475,9 +511,10 @@ def spread(spark: "SparkSession", rows: int | None) -> Iterator[None]:
     small audit, where each task costs more than its rows, and too few for a large one. A
     `spark.sql.shuffle.partitions` that Spark was started with stays.
     """
-    fitting = _INTERPRETED if rows is not None and rows < _COMPILED_FROM else {}
-    if not spark.sparkContext.getConf().contains(_PARTITIONS):
-        tasks = tasks_for(rows, spark.sparkContext.defaultParallelism)
+    fitting = _SMALL if rows is not None and rows < _SMALL_BELOW else {}
+    cores = _cores_to_use(spark.sparkContext)
+    if cores:
+        tasks = tasks_for(rows, cores)
         fitting = {**fitting, _PARTITIONS: str(tasks)}
     with contextlib.ExitStack() as settings:
         for name, value in fitting.items():
@@ -485,10 +522,25 @@ def spread(spark: "SparkSession", rows: int | None) -> Iterator[None]:
         yield
 
 
+@lru_cache(maxsize=1)
+def _cores_to_use(context: "SparkContext") -> int:
+    """Return the number of cores; 0 where Spark was started with a number of tasks."""
+    fixed = cast(Any, context)._jsc.sc().conf().contains(_PARTITIONS)
+    return 0 if fixed else context.defaultParallelism
+
+
+def _context(spark: "SparkSession") -> Any:
+    """Return Spark's context as Java has it: a call of Python's copies all settings."""
+    return cast(Any, spark.sparkContext)._jsc.sc()
+
+
 @contextmanager
 def setting(spark: "SparkSession", name: str, value: str) -> Iterator[None]:
     """Change one of Spark SQL's settings in the block."""
-    was = spark.conf.get(name)
+    was = spark.conf.get(name, None)
+    if was == value:
+        yield
+        return
     spark.conf.set(name, value)
     try:
         yield
@@ -513,39 +565,41 @@ class RunCost:
     """What Spark spends from now on, from the store of its web pages."""
 
     def __init__(self, spark: "SparkSession") -> None:
-        self._context: Any = spark.sparkContext._jsc.sc()
-        self._jobs_before = {job.jobId() for job in self._jobs()}
+        self._context = _context(spark)
+        self._jobs, self._stages = self._so_far()
 
     def so_far(self) -> dict[str, int]:
         """Return counts of Spark, by the names of `tables.layout.RUNS`.
 
         A session keeps its last thousand jobs and stages.
         """
-        jobs = [job for job in self._jobs() if job.jobId() not in self._jobs_before]
-        ids = {number for job in jobs for number in _items(job.stageIds())}
+        jobs, stages = self._so_far()
         store = self._context.statusStore()
-        cost = dict.fromkeys(COSTS, 0) | {"jobs": len(jobs)}
-        for number in ids:
+        cost = dict.fromkeys(COSTS, 0) | {"jobs": jobs - self._jobs}
+        for number in range(self._stages, stages):
             try:
                 stage = store.lastStageAttempt(number)
             except Exception:  # the store has dropped it
                 continue
-            cost["tasks"] += stage.numCompleteTasks()
+            tasks = stage.numCompleteTasks()
+            if not tasks:
+                continue  # what it would compute was there
+            cost["tasks"] += tasks
             cost["cpu_ms"] += stage.executorCpuTime() // 1_000_000
             cost["input_bytes"] += stage.inputBytes()
             cost["shuffle_bytes"] += stage.shuffleWriteBytes()
             cost["spill_bytes"] += stage.diskBytesSpilled()
         return cost
 
-    def _jobs(self) -> Iterable[Any]:
+    def _so_far(self) -> tuple[int, int]:
+        """Return how many jobs and stages there were in the session: both are numbered."""
+        jobs = int(self._context.dagScheduler().numTotalJobs())
+        if not jobs:
+            return 0, 0
         # The store follows events, which Spark delivers later.
         self._context.listenerBus().waitUntilEmpty()
-        return _items(self._context.statusStore().jobsList(None))
-
-
-def _items(sequence: Any) -> Iterator[Any]:
-    """Yield the items of a sequence of Scala."""
-    return (sequence.apply(number) for number in range(sequence.size()))
+        of_last = self._context.statusStore().job(jobs - 1).stageIds()
+        return jobs, 1 + max(of_last.apply(number) for number in range(of_last.size()))
 
 
 MASTERS = ("yarn", "k8s://")

@@ -17,7 +17,7 @@ from txbroker.spark.checks import fails
 from txbroker.spark.folders import Folders, read_broken
 from txbroker.spark.journal import Journal
 from txbroker.spark.report.report import SET_ASIDE_SHOWN, write_report
-from txbroker.spark.report.summary import set_aside
+from txbroker.spark.report.summary import count_unread
 from txbroker.spark.report.tables import DRIFT_DAYS, report_tables
 from txbroker.spark.schema import Acknowledgement, RunSummary, Thresholds
 from txbroker.spark.storage.folder import data_folder
@@ -113,7 +113,8 @@ def report_run(
     """Write the report of a run."""
     broken = summary.set_aside
     if summary.continues and summary.quarantined > len(broken):
-        broken = set_aside(read_broken(session, Folders(out), summary.run), SET_ASIDE_SHOWN)
+        unread = read_broken(session, Folders(out), summary.run)
+        broken = count_unread(unread, SET_ASIDE_SHOWN).shown
     daily = journal.daily(DRIFT_DAYS, summary.started_ms)
     with data_folder(settings.data_dir, session).tables_locked():
         tables = report_tables(open_store(session, out), summary.now_ms, daily)

@@ -12,17 +12,18 @@ where a fault is found that no single record shows. A topic with nothing new nee
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial, reduce
 
 import msgspec
 from msgspec import Struct
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame, Observation, SparkSession, Window
-from pyspark.sql import functions as F
+from pyspark.sql import Column, DataFrame, Row, SparkSession, Window
 from pyspark.sql.types import StructType
 
+from txbroker.spark import expressions as F
 from txbroker.spark import schema
 from txbroker.spark.access import AuditKafka, TopicEnds
 from txbroker.spark.facts.bounds import (
@@ -57,11 +58,11 @@ from txbroker.spark.schema import (
     TopicNames,
     TopicRead,
     no_rows,
+    types_of,
 )
 from txbroker.spark.session import spread
 from txbroker.spark.storage.storage import storage_of
 
-_BROADCAST_ROWS_MAX = 500_000
 _CODEC = {
     "compression": "zstd",
     "parquet.compression.codec.zstd.level": "1",
@@ -148,12 +149,9 @@ class _Extraction:
         self._write_half(tail, half_clock, early=False)
         named = self._named(half_clock, "NOT early") if count_of(tail) else set()
 
-        with spread(spark, count_of(whole_half)):
-            half_clock_ms = self._settle_half(half_clock, keys_before)
-        with spread(spark, count_of(op)):
-            op_clock_ms = self._settle_op(op_clock)
-        self._settle_plain("parked", names.parked)
-        self._settle_plain("visible", None)
+        clocks = {"half": half_clock, "op": op_clock}
+        with spread(spark, sum(written.all for written in self._written.values())), in_words():
+            ends_ms = self._settle(clocks, keys_before)
         cut = SnapshotBounds(
             whole_half,
             op,
@@ -161,8 +159,8 @@ class _Extraction:
             targets,
             op_early.ends,
             half.ends,
-            half_clock_ms,
-            op_clock_ms,
+            ends_ms["half"],
+            ends_ms["op"],
             tuple(sorted(named - {target.topic for target in targets})),
             self._held(targets, parked),
             asked_ms,
@@ -219,11 +217,11 @@ class _Extraction:
         """
         if "half" not in self._written:
             return set()
-        rows = self._raw("half")
-        with in_words():
+        rows, written = self._raw("half"), self._written["half"]
+        with spread(self._spark, written.all), in_words():
             # Where append times go back, the log clock may still place a row within the window.
-            if self._written["half"].early_ids:
-                surveyed = survey(rows, clock)
+            if written.early_ids:
+                surveyed = survey({"half": (rows, clock)})["half"]
                 if surveyed.goes_back:
                     rows = self._void_by(rows, surveyed)
             rows = rows.where("why IS NULL AND void IS NULL").where(which)
@@ -290,44 +288,56 @@ class _Extraction:
         columns = _types(name).names
         settling = [column for column in facts.columns if column not in columns]
         with in_words():
-            rows = with_secret(facts.select(*columns, *settling), self._secret)
+            rows = with_secret(F.select(facts, *columns, *settling), self._secret)
             self._store(name, rows, self._path(name))
 
     def _store(self, name: str, rows: DataFrame, path: str) -> None:
         """Append rows to the files of a table, and count them on the way."""
-        seen = Observation()
-        counts = [column.alias(count) for count, column in _counts(rows.columns).items()]
-        observed = rows.observe(seen, *counts)
-        observed.write.mode("append").options(**_CODEC).parquet(path)
-        found = WrittenRows(rows.schema, **seen.get)
+        types = rows.schema
+        seen = F.Figures(_counts(types.names))
+        seen.of(rows).write.mode("append").options(**_CODEC).parquet(path)
+        found = WrittenRows(types, **seen.get())
         before = self._written.get(name)
         self._written[name] = found if before is None else before.with_more(found)
 
     # --- settling ----------------------------------------------------------------------------
 
-    def _settle_half(self, clock: LogClock, keys_before: DataFrame | None) -> tuple[int, ...]:
-        """Apply the rules that no single record decides; return the log clock at the end."""
-        if "half" not in self._written:
-            return clock.begins
-        rows, written = self._raw("half"), self._written["half"]
-        with in_words():
-            surveyed = survey(rows, clock)
-            if written.broken:
-                self._set_aside(rows, self._names.half)
-            changed = written.broken > 0 or surveyed.goes_back
-            if surveyed.goes_back:
-                rows = self._void_by(rows, surveyed)
-            rows = rows.where("why IS NULL")
-            with ExitStack() as kept:
-                if written.keyed:
-                    voids = dedup_voids(rows, keys_before, self._terms.dedup_window_ms).persist()
-                    kept.callback(voids.unpersist)
-                    count = voids.count()
-                    changed = changed or count > 0
-                    rows = _mark_void(rows, voids, count) if count else rows
-                if changed:
-                    self._replace("half", rows)
-        return surveyed.ends
+    def _settle(
+        self, clocks: Mapping[str, LogClock], keys_before: DataFrame | None
+    ) -> dict[str, tuple[int, ...]]:
+        """Apply the rules that no single record decides; return the log clocks at the end.
+
+        Tables that change are written again, and records that do not read to the table of broken
+        records: all in one job.
+        """
+        raw = {name: self._raw(name) for name in self._written}
+        surveyed = survey({name: (raw[name], clocks[name]) for name in clocks if name in raw})
+        changed = {name: rows for name, rows in raw.items() if self._written[name].broken}
+        broken = [self._set_aside(name, rows) for name, rows in changed.items()]
+        for name, found in surveyed.items():
+            if found.goes_back:
+                back = self._void_by if name == "half" else with_clock
+                changed[name] = back(raw[name], found)
+        good = {name: rows.where("why IS NULL") for name, rows in (raw | changed).items()}
+        with ExitStack() as kept:
+            if "half" in raw and self._written["half"].keyed:
+                window_ms = self._terms.dedup_window_ms
+                voids = dedup_voids(good["half"], keys_before, window_ms).persist()
+                kept.callback(voids.unpersist)
+                if voids.count():
+                    changed["half"] = good["half"] = _mark_void(good["half"], voids)
+            if "op" in raw and self._written["op"].contents:
+                joined = with_contents(good["op"])
+                broken.append(self._set_aside("op", joined.broken))
+                changed["op"] = good["op"] = joined.markers
+            tables = {name: good[name] for name in changed}
+            if broken:
+                tables["broken"] = reduce(DataFrame.unionByName, broken)
+            self._replace(tables)
+        return {
+            name: surveyed[name].ends if name in surveyed else clock.begins
+            for name, clock in clocks.items()
+        }
 
     def _void_by(self, rows: DataFrame, surveyed: ClockSurvey) -> DataFrame:
         """Return half rows with the surveyed log clock, void by it where they are."""
@@ -335,45 +345,37 @@ class _Extraction:
         clocked = with_clock(rows, surveyed).withColumn("void", by_id)
         return clocked.withColumn("void", self._void())
 
-    def _settle_op(self, clock: LogClock) -> tuple[int, ...]:
-        """Apply the rules that no single record decides; return the log clock at the end."""
-        if "op" not in self._written:
-            return clock.begins
-        rows, written = self._raw("op"), self._written["op"]
-        with in_words():
-            surveyed = survey(rows, clock)
-            if written.broken:
-                self._set_aside(rows, self._names.op)
-            if surveyed.goes_back:
-                rows = with_clock(rows, surveyed)
-            rows = rows.where("why IS NULL")
-            if written.contents:
-                joined = with_contents(rows)
-                self._set_aside(joined.broken, self._names.op)
-                rows = joined.markers
-            if written.broken or written.contents or surveyed.goes_back:
-                self._replace("op", rows)
-        return surveyed.ends
-
-    def _settle_plain(self, name: str, topic: str | None) -> None:
-        if name not in self._written or not self._written[name].broken:
-            return
-        rows = self._raw(name)
-        with in_words():
-            self._set_aside(rows, topic)
-            self._replace(name, rows.where("why IS NULL"))
-
-    def _set_aside(self, rows: DataFrame, topic: str | None) -> None:
-        """Write unreadable records to the table of broken records."""
+    def _set_aside(self, name: str, rows: DataFrame) -> DataFrame:
+        """Return the unreadable records of a table, as rows of the table of broken records."""
+        topic = getattr(self._names, name, None)
         named = rows if topic is None else rows.withColumn("topic", F.lit(topic))
-        broken = named.where("why IS NOT NULL").select(*_types("broken").names)
-        self._store("broken", broken, self._path("broken"))
+        return F.select(named.where("why IS NOT NULL"), *_types("broken").names)
 
-    def _replace(self, name: str, rows: DataFrame) -> None:
-        new = f"{self._path(name)}.new"
-        del self._written[name]
-        self._store(name, rows.select(*_types(name).names), new)
-        self._files.replace(new, self._path(name))
+    def _replace(self, tables: Mapping[str, DataFrame]) -> None:
+        """Write tables again, all of them at once: with the columns of all."""
+        if not tables:
+            return
+        parts = [
+            F.select(rows, *_types(name).names).withColumn(_TABLE, F.lit(name))
+            for name, rows in tables.items()
+        ]
+        rows = reduce(partial(DataFrame.unionByName, allowMissingColumns=True), parts)
+        figures = {
+            f"{name}_{count}": column
+            for name in tables
+            for count, column in _counts(_types(name).names, F.col(_TABLE) == name).items()
+        }
+        seen = F.Figures(figures)
+        new = f"{self._folder}/settled"
+        written = seen.of(rows).write.partitionBy(_TABLE)
+        written.options(**_CODEC).parquet(new)
+        found = seen.get()
+        for name in tables:
+            of_table = {count: found[f"{name}_{count}"] for count in _COUNTS}
+            self._written[name] = WrittenRows(_types(name), **of_table)
+            self._files.make(f"{new}/{_TABLE}={name}")  # where no row was written
+            self._files.replace(f"{new}/{_TABLE}={name}", self._path(name))
+        self._files.remove(new)
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -393,14 +395,14 @@ class _Extraction:
         written = self._written.get(name)
         if written is None:
             return TableCount(0, 0, None)
-        return TableCount(written.rows, written.keyed, written.span)
+        return TableCount(written.rows, written.keyed, written.span, written.checks)
 
 
 class WrittenRows(Struct):
     """The columns of a table as it was written, and counts of its rows.
 
     Attributes:
-        rows, keyed, first_ms, last_ms: as in `TableCount`, without broken rows.
+        rows, keyed, checks, first_ms, last_ms: as in `TableCount`, without broken rows.
         broken: rows that do not parse.
         contents: rows that belong to commits with replaced messages.
         early_ids: rows that are void because their id is too far ahead of their append time.
@@ -409,11 +411,17 @@ class WrittenRows(Struct):
     types: StructType
     rows: int
     keyed: int
+    checks: int
     first_ms: int | None
     last_ms: int | None
     broken: int
     contents: int
     early_ids: int
+
+    @property
+    def all(self) -> int:
+        """All rows, also the broken ones and replaced messages."""
+        return self.rows + self.broken + self.contents
 
     @property
     def span(self) -> TimeSpan | None:
@@ -429,6 +437,7 @@ class WrittenRows(Struct):
             self.types,
             self.rows + more.rows,
             self.keyed + more.keyed,
+            self.checks + more.checks,
             min((span.first_ms for span in spans), default=None),
             max((span.last_ms for span in spans), default=None),
             self.broken + more.broken,
@@ -437,34 +446,43 @@ class WrittenRows(Struct):
         )
 
 
-def _counts(columns: Sequence[str]) -> dict[str, Column]:
-    """Return the aggregates of `WrittenRows` for a table with these columns."""
+_TABLE = "table"
+_COUNTS = WrittenRows.__struct_fields__[1:]
+
+
+def _counts(columns: Sequence[str], which: Column | None = None) -> dict[str, Column]:
+    """Return the aggregates of `WrittenRows` for a table with these columns. `which`: of all rows,
+    those of the table."""
     none, no = F.lit(None), F.lit(False)
     why = F.col("why") if "why" in columns else none
     content = F.col("content") if "content" in columns else none
-    good = why.isNull() & content.isNull()
+    own = F.lit(True) if which is None else which
+    good = own & why.isNull() & content.isNull()
     id_ms = F.when(good, F.col("id_ms") if "id_ms" in columns else none.cast("bigint"))
     keyed = F.col("dedup") if "dedup" in columns else none
     contents = content.isNotNull() | (F.col("contents_count") > 0) if "content" in columns else no
+    checks = good & (F.col("kind") == "check") if "kind" in columns else no
     early = no
     if {"void", "why"} <= set(columns):
         early = good & (F.col("void") == "expired") & (F.col("clock_ms") < F.col("id_ms"))
     return {
         "rows": F.count_if(good),
         "keyed": F.count(F.when(good, keyed)),
+        "checks": F.count_if(checks),
         "first_ms": F.min(id_ms),
         "last_ms": F.max(id_ms),
-        "broken": F.count(why),
+        "broken": F.count(F.when(own, why)),
         "contents": F.count_if(contents),
         "early_ids": F.count_if(early),
     }
 
 
-def _mark_void(half: DataFrame, voids: DataFrame, count: int) -> DataFrame:
-    """Return the half table with the rows marked void whose key another transaction holds."""
+def _mark_void(half: DataFrame, voids: DataFrame) -> DataFrame:
+    """Return the half table with the rows marked void whose key another transaction holds.
+
+    `voids`: cached and counted, so that Spark knows whether it can broadcast them.
+    """
     marks = voids.withColumn("by_key", F.lit("dedup"))
-    if count <= _BROADCAST_ROWS_MAX:
-        marks = F.broadcast(marks)
     joined = half.join(marks, ["partition", "offset"], "left")
     return joined.withColumn("void", F.coalesce("void", "by_key")).drop("by_key")
 
@@ -476,9 +494,7 @@ def _by_topic(cut: SnapshotBounds | None) -> dict[str, TopicRead]:
 
 
 def _types(name: str) -> StructType:
-    types = StructType.fromDDL(getattr(schema, name.upper()))
-    assert isinstance(types, StructType)
-    return types
+    return types_of(getattr(schema, name.upper()))
 
 
 # --- the log clock, and half messages void by their `dedup_key` ----------------------------------
@@ -525,8 +541,38 @@ class ClockSurvey(Struct, frozen=True):
     buckets: DataFrame
 
 
-def survey(rows: DataFrame, clock: LogClock, bucket: int = BUCKET) -> ClockSurvey:
-    """Find where append times go back in a table with `partition`, `offset` and `at_ms`."""
+def survey(
+    tables: Mapping[str, tuple[DataFrame, LogClock]], bucket: int = BUCKET
+) -> dict[str, ClockSurvey]:
+    """Find where append times go back in tables with `partition`, `offset` and `at_ms`; one Spark
+    job for all of them."""
+    if not tables:
+        return {}
+    buckets = {name: _surveyed(*table, bucket) for name, table in tables.items()}
+    ends = [
+        rows.groupBy("partition")
+        .agg(F.max("end_ms").alias("end_ms"), F.bool_or("back").alias("back"))
+        .withColumn("name", F.lit(name))
+        for name, rows in buckets.items()
+    ]
+    found: dict[str, dict[int, Row]] = {name: {} for name in tables}
+    for row in reduce(DataFrame.unionAll, ends).collect():
+        found[row["name"]][row["partition"]] = row
+    return {
+        name: ClockSurvey(
+            tuple(
+                found[name][p]["end_ms"] if p in found[name] else begin
+                for p, begin in enumerate(clock.begins)
+            ),
+            any(row["back"] for row in found[name].values()),
+            buckets[name],
+        )
+        for name, (_, clock) in tables.items()
+    }
+
+
+def _surveyed(rows: DataFrame, clock: LogClock, bucket: int) -> DataFrame:
+    """Return the buckets of a table; see `ClockSurvey`."""
     by_time = rows.groupBy("partition", _bucket(bucket), "at_ms").agg(
         F.min("offset").alias("first"), F.max("offset").alias("last")
     )
@@ -540,7 +586,8 @@ def survey(rows: DataFrame, clock: LogClock, bucket: int = BUCKET) -> ClockSurve
     )
     buckets_before = Window.partitionBy("partition").orderBy("bucket").rowsBetween(*_BEFORE)
     begin = F.greatest(F.max("highest").over(buckets_before), clock.at_begin())
-    buckets = inside.withColumn("begin_ms", begin).select(
+    return F.select(
+        inside.withColumn("begin_ms", begin),
         *_PLACE,
         "begin_ms",
         F.greatest("begin_ms", "highest").alias("end_ms"),
@@ -548,14 +595,6 @@ def survey(rows: DataFrame, clock: LogClock, bucket: int = BUCKET) -> ClockSurve
         # Nothing goes back before the first record, even if an earlier run's clock is later.
         ((F.col("lowest") < F.col("begin_ms")) | F.col("back_inside")).alias("back"),
     )
-    by_partition = {
-        row["partition"]: (row["end_ms"], row["back"])
-        for row in buckets.groupBy("partition")
-        .agg(F.max("end_ms").alias("end_ms"), F.bool_or("back").alias("back"))
-        .collect()
-    }
-    ends = tuple(by_partition.get(p, (begin, False))[0] for p, begin in enumerate(clock.begins))
-    return ClockSurvey(ends, any(back for _, back in by_partition.values()), buckets)
 
 
 def with_clock(rows: DataFrame, surveyed: ClockSurvey, bucket: int = BUCKET) -> DataFrame:

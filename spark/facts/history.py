@@ -17,13 +17,12 @@ from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct, structs
-from pyspark.sql import Column, DataFrame, Observation, SparkSession
-from pyspark.sql import functions as F
+from pyspark.sql import Column, DataFrame, SparkSession
 
 from txbroker.errors import ConfigurationError
+from txbroker.spark import expressions as F
 from txbroker.spark.access import AuditKafka
 from txbroker.spark.facts.extract import extract, whole_with_key
-from txbroker.spark.facts.messages import id_time_ms
 from txbroker.spark.folders import Folders, runs_in
 from txbroker.spark.judge.horizon import SavedHorizon
 from txbroker.spark.schema import (
@@ -443,6 +442,7 @@ def leave_state(
     horizon: SavedHorizon,
     verdicts: DataFrame,
     carried: int,
+    ids: TimeSpan | None,
 ) -> None:
     """Write the state that the next run continues.
 
@@ -453,6 +453,7 @@ def leave_state(
         judged: the facts that it has judged.
         horizon: what retention and compaction have left.
         verdicts: of the run; `carried` is how many of them the next run judges again.
+        ids: the first and last time in the ids of those.
     """
     cut, last = staged.cut, None if before is None else before.chain
     first_ms, last_ms = times_of(staged.read, cut.half_clock_ms, terms) or (None, None)
@@ -462,7 +463,7 @@ def leave_state(
     chain = Chain(names, cut, horizon, runs, carried, keyed, secret=mark_of(secret))
     known = None if before is None else before.keys
     keys = keys_in_window(staged.facts.half, known, cut.half_clock_ms, terms.dedup_window_ms)
-    write_carried(spark, folders, run, chain, judged, verdicts, keys)
+    write_carried(spark, folders, run, chain, judged, verdicts, ids, keys)
 
 
 def check_goes_on(chain: Chain, names: TopicNames) -> None:
@@ -524,33 +525,38 @@ def write_carried(
     chain: Chain,
     facts: Facts,
     verdicts: DataFrame,
+    ids: TimeSpan | None,
     keys: DataFrame | None,
 ) -> None:
-    """Write the state for the next run. `verdicts`: of this run; those with `carry` are carried."""
+    """Write the state for the next run: all tables in one job, with the columns of all.
+
+    Args:
+        verdicts: of this run; those with `carry` are carried.
+        ids: the first and last time in the ids of these.
+        keys: half messages with a `dedup_key`; None where there are none.
+    """
     folder = folders.carry(run)
+    files = storage_of(spark, folder)
+    parts: dict[str, DataFrame] = {}
     if chain.carried:
-        ends, count = Observation(), Observation()
-        id_ms = id_time_ms(F.col("id"))
-        ids = verdicts.where("carry").select("id")
-        ids = ids.observe(ends, F.min(id_ms).alias("first"), F.max(id_ms).alias("last"))
-        ids.write.parquet(f"{folder}/ids")
-        # Read again: Spark then knows how few they are.
-        ids = spark.read.schema("id string").parquet(f"{folder}/ids")
-        in_time_span = F.col("id_ms").between(ends.get["first"], ends.get["last"])
-        open_facts = Facts(*(table.where(in_time_span) for table in facts)).of(ids)
-        # One write for all tables, with all their columns: each write is two of Spark's jobs.
-        named = [
-            table.withColumn("table", F.lit(name))
-            for name, table in zip(TABLES, open_facts, strict=True)
-        ]
-        rows = reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), named)
-        counts = (F.count_if(F.col("table") == name).alias(name) for name in TABLES)
-        rows = rows.observe(count, *counts)
-        rows.write.partitionBy("table").parquet(f"{folder}/facts")
-        chain = structs.replace(chain, rows=count.get)
+        carried = verdicts.where("carry").select("id")
+        near = F.lit(True) if ids is None else F.col("id_ms").between(*ids)
+        parts = Facts(*(table.where(near) for table in facts)).of(carried)._asdict()
+        parts["ids"] = carried
     if chain.keys and keys is not None:
-        keys.write.parquet(f"{folder}/keys")
-    storage_of(spark, folder).write(f"{folder}/{_CHAIN}", msgspec.json.encode(chain))
+        parts["keys"] = keys
+    if parts:
+        named = [table.withColumn("table", F.lit(name)) for name, table in parts.items()]
+        rows = reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), named)
+        seen = F.Figures({name: F.count_if(F.col("table") == name) for name in parts})
+        seen.of(rows).write.partitionBy("table").parquet(f"{folder}/facts")
+        counts = seen.get()
+        chain = structs.replace(chain, rows={n: counts[n] for n in TABLES if n in counts})
+        for name in {"ids", "keys"} & parts.keys():
+            written = f"{folder}/facts/table={name}"
+            files.make(written)  # where no row was written
+            files.replace(written, f"{folder}/{name}")
+    files.write(f"{folder}/{_CHAIN}", msgspec.json.encode(chain))
 
 
 def keys_in_window(

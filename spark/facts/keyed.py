@@ -6,7 +6,8 @@ second one independent of the message's size.
 """
 
 from pyspark.sql import Column, DataFrame
-from pyspark.sql import functions as F
+
+from txbroker.spark import expressions as F
 
 _HASHES = ("body", "headers", "headers_if_alone", "order_mark")
 _DEDUP_DIGITS = 32

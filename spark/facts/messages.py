@@ -9,13 +9,13 @@ may raise an error here: in ANSI mode that would end the run. So texts become nu
 only.
 """
 
+import operator
 from collections.abc import Sequence
 from functools import reduce
 from sys import float_info
 from typing import NamedTuple
 
 from pyspark.sql import Column, DataFrame
-from pyspark.sql import functions as F
 
 from txbroker.core.encoding import (
     DEFAULT_PREFIX,
@@ -27,6 +27,7 @@ from txbroker.core.encoding import (
 )
 from txbroker.core.records import RECORD_VERSION, CheckPolicy, MarkerKind, Source, State
 from txbroker.core.routing import ALPHABET, TIME_MAX_MS
+from txbroker.spark import expressions as F
 
 _FIXED = ("txb-id", "txb-group", "txb-topic", "txb-part", "txb-seq")
 _NATURAL = r"\A[0-9]{1,19}\z"
@@ -133,11 +134,11 @@ class MessageColumns:
         )
         self._first = F.col("_first")
         usual = self._first.isin(*_USUAL)
-        records = records.withColumns({"_usual": usual, "_names": self._header_names()})
+        records = F.with_columns(records, {"_usual": usual, "_names": self._header_names()})
         self._usual, self._names, self._count = F.col("_usual"), F.col("_names"), F.size("_names")
         texts = {f"_text{number}": self._text(number) for number in range(1, 6)}
         options = {f"_{name}": self._optional(name) for name in ("ts", "order", "dedup", "check")}
-        self.records = records.withColumns({**texts, **options})
+        self.records = F.with_columns(records, {**texts, **options})
         self.id, self.grp, self.topic, self._partition, self._seq = map(F.col, texts)
         self._ts, self.order, self.dedup, self._check = map(F.col, options)
         self.key, self.value = F.col("key"), F.col("value")
@@ -212,7 +213,7 @@ class MessageColumns:
         version = self._version.try_cast("bigint")
         texts = (self.id, self.grp, self.topic, self.order, self.dedup)
         readable = reduce(
-            Column.__and__,
+            operator.and_,
             [F.coalesce(F.is_valid_utf8(text), F.lit(True)) for text in texts],
             F.is_valid_utf8(self._first),
         )
@@ -248,7 +249,7 @@ class MessageColumns:
             ].isNotNull()
             optional = number > len(_FIXED)
             conditions.append((self._count <= number) | matches if optional else matches)
-        return reduce(Column.__and__, conditions)
+        return reduce(operator.and_, conditions)
 
     def _named_once(self) -> Column:
         """Return whether the headers are those that any first one names, each once."""
@@ -265,7 +266,7 @@ class MessageColumns:
             self._seconds(number).between(F.lit(0.0), F.lit(DURATION_MAX_S)) for number in (0, 1, 3)
         ]
         attempts = F.get(self._policy, F.lit(2)).try_cast("int") >= 1
-        return reduce(Column.__and__, durations, self._check.rlike(_POLICY) & attempts)
+        return reduce(operator.and_, durations, self._check.rlike(_POLICY) & attempts)
 
 
 def half_facts(records: DataFrame) -> DataFrame:
@@ -285,7 +286,8 @@ def half_facts(records: DataFrame) -> DataFrame:
         "attempts_max": part.attempts_max,
         "timeout_ms": part.seconds_ms(3, default.timeout_s),
     }
-    facts = part.records.select(
+    facts = F.select(
+        part.records,
         part.id.alias("id"),
         *POSITION,
         part.grp.alias("grp"),
@@ -346,7 +348,8 @@ def visible_facts(records: DataFrame, prefix: str) -> DataFrame:
     )
     id = first.getField("value").cast("string")
     promoted = records.where(of_installation & (first.getField("key") == ID_HEADER))
-    return with_id_parts(promoted.withColumn("id", id)).select(
+    return F.select(
+        with_id_parts(promoted.withColumn("id", id)),
         "id",
         "id_ms",
         "topic",
@@ -410,7 +413,8 @@ def parked_facts(records: DataFrame) -> DataFrame:
     )
     why = F.when(why == "", part.why()).otherwise(why)
     ours = part.is_ours | (is_own_id(id) & number.rlike(_NATURAL))
-    return part.records.select(
+    return F.select(
+        part.records,
         id.alias("id"),
         id_time_ms(id).alias("id_ms"),
         *POSITION,
@@ -450,7 +454,9 @@ def with_id_parts(rows: DataFrame) -> DataFrame:
     a text that is no transaction id."""
     digits = F.col("_digits")
     parts = {"id_ms": _time_ms(digits), "_id_partition": _partition(digits)}
-    return rows.withColumn("_digits", _digits(F.col("id"))).withColumns(parts).drop("_digits")
+    return F.with_columns(F.with_columns(rows, {"_digits": _digits(F.col("id"))}), parts).drop(
+        "_digits"
+    )
 
 
 def _digits(id: Column) -> Column:
@@ -552,7 +558,7 @@ def _strict(json: _Json) -> Column:
         json.may_have(name, _TYPES.get(form, _NUMBERS if name == "later_s" else ("STRING",)))
         for name, form in _OPTIONAL
     ]
-    all_typed = reduce(Column.__and__, optional, required & json.has("id", ("STRING",)))
+    all_typed = reduce(operator.and_, optional, required & json.has("id", ("STRING",)))
     return F.coalesce(json.is_one & all_typed, F.lit(False))
 
 
@@ -587,7 +593,8 @@ def op_facts(records: DataFrame) -> DataFrame:
         part.timestamp_ms.alias("timestamp_ms"),
     )
     newer = F.when(~plain, json.is_newer())
-    read = part.records.select(
+    read = F.select(
+        part.records,
         *POSITION,
         marker.alias("marker"),
         F.when(is_content, content).alias("content"),
@@ -637,7 +644,8 @@ def _markers(read: DataFrame) -> DataFrame:
     is_marker = F.col("content").isNull()
     why = F.coalesce(F.col("unread"), F.when(is_marker, why))
     ours = F.when(is_marker, is_own_id(F.col("key"))).otherwise(F.col("is_ours"))
-    return read.select(
+    return F.select(
+        read,
         "id",
         "id_ms",
         *POSITION,
@@ -708,11 +716,11 @@ def with_contents(rows: DataFrame) -> JoinedMarkers:
     whole = joined.where("whole")
     plain = markers.where("contents_count = 0")
     columns = [name for name in rows.columns if name != "contents"]
-    torn = joined.where("NOT whole").select(*columns, F.lit(_TORN).alias("why_not"))
+    torn = F.select(joined.where("NOT whole"), *columns).withColumn("why_not", F.lit(_TORN))
     bases = whole.select("partition", F.col("offset").alias("base"))
     loose = messages.withColumn("base", base).join(bases, ["partition", "base"], "left_anti")
-    loose = loose.select(*columns, F.lit(_LOOSE).alias("why_not"))
+    loose = F.select(loose, *columns).withColumn("why_not", F.lit(_LOOSE))
     return JoinedMarkers(
-        plain.unionByName(whole.select(*columns, "contents"), allowMissingColumns=True),
+        plain.unionByName(F.select(whole, *columns, "contents"), allowMissingColumns=True),
         torn.unionByName(loose).withColumn("why", F.col("why_not")).drop("why_not"),
     )

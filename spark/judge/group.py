@@ -7,16 +7,17 @@ evenly, so no hot group or topic makes one task longer than others.
 """
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache, reduce
-from typing import Any, cast
+from contextlib import ExitStack
+from functools import reduce
+from typing import Any
 
 from pyspark import cloudpickle
-from pyspark.sql import Column, DataFrame, Observation, SparkSession
-from pyspark.sql import functions as F
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 from pyspark.sql.window import Window
 
+from txbroker.spark import expressions as F
 from txbroker.spark import schema
 from txbroker.spark.facts.messages import id_partition
 from txbroker.spark.judge import fold, judge, kinds, rows
@@ -31,8 +32,6 @@ _LEFT_OUT = frozenset({"id", "id_ms", "dedup", "cause"})
 """Columns that no verdict needs."""
 _FIRST = {"half": "seq", "visible": "seq"}
 """The sort column of each array."""
-_BROADCAST_ROWS_MAX = 500_000
-"""Maximum number of out-of-order transactions that are broadcast to all tasks."""
 
 _ORDERED = "array<struct<topic: string, partition: int, offset: bigint>>"
 _HASH_FIRST = "spark.sql.execution.useObjectHashAggregateExec"
@@ -42,12 +41,9 @@ _UNJUDGED = "unjudged"
 """The verdict of transactions that SQL cannot judge, until `judge` has."""
 
 
-@lru_cache(maxsize=1)
 def _judged() -> StructType:
     """Return the columns of a transaction before the order within keys is checked."""
-    # Spark's parser needs a session, so this cannot run at import.
-    ddl = f"{schema.VERDICT}, order_mark bigint, ordered {_ORDERED}"
-    return cast(StructType, StructType.fromDDL(ddl))
+    return schema.types_of(f"{schema.VERDICT}, order_mark bigint, ordered {_ORDERED}")
 
 
 def judge_facts(
@@ -64,27 +60,30 @@ def judge_facts(
         path: an empty folder, a path or URI that Hadoop knows.
         chosen: returns the rows to keep; all others are only compared with. None keeps all.
     """
-    grouped, judged, counts = _by_sql(_grouped(facts), terms), f"{path}/judged", Observation()
+    grouped, judged = _by_sql(_grouped(facts), terms), f"{path}/judged"
     unjudged = F.col("verdict") == _UNJUDGED
-    seen = (F.count_if(unjudged).alias("unjudged"), F.count("ordered").alias("ordered"))
+    counts = F.Figures({"unjudged": F.count_if(unjudged), "ordered": F.count("ordered")})
     # Sort-based aggregates: Spark would first collect arrays in a hash table and give up after a
     # few ids, which costs half as much work again.
     with setting(spark, _HASH_FIRST, "false"):
-        _append(grouped.observe(counts, *seen), judged)
-    if counts.get["unjudged"]:  # a worker of Python starts even for none
+        _append(counts.of(grouped), judged)
+    seen = counts.get()
+    if seen["unjudged"]:  # a worker of Python starts even for none
         rest = spark.read.schema(grouped.schema).parquet(judged).where(unjudged)
         _append(_by_judge(rest, terms, horizon), judged)
     rows, count = spark.read.schema(_judged()).parquet(judged).where(~unjudged), 0
-    if any(counts.get.values()):
-        late = _overtaken(rows, horizon)
-        # Usually there are none, which saves joining and writing the verdicts again.
-        count = late.count()
-        if count:  # to the verdicts, of which there are far more
-            rows = _with_late(rows, F.broadcast(late) if count <= _BROADCAST_ROWS_MAX else late)
-    if count or chosen is not None:
-        _append(rows if chosen is None else chosen(rows), f"{path}/corrected")
-        rows = spark.read.schema(_judged()).parquet(f"{path}/corrected")
-    return rows.select(*(name for name in _judged().names if name not in _FOR_ORDER))
+    with ExitStack() as kept:
+        if any(seen.values()):
+            # Cached and counted, so that Spark knows whether it can broadcast them to the verdicts.
+            late = _overtaken(rows, horizon).persist()
+            kept.callback(late.unpersist)
+            # Usually there are none, which saves joining and writing the verdicts again.
+            count = late.count()
+            rows = _with_late(rows, late) if count else rows
+        if count or chosen is not None:
+            _append(rows if chosen is None else chosen(rows), f"{path}/corrected")
+            rows = spark.read.schema(_judged()).parquet(f"{path}/corrected")
+    return F.select(rows, *(name for name in _judged().names if name not in _FOR_ORDER))
 
 
 def _append(rows: DataFrame, path: str) -> None:
@@ -156,7 +155,8 @@ def _by_sql(grouped: DataFrame, terms: JudgeTerms) -> DataFrame:
     plain = F.col("plain")
     values, kinds = _plain_verdict(), _judged()
     verdict = F.when(plain, values.pop("verdict")).otherwise(_UNJUDGED)
-    return flagged.select(
+    return F.select(
+        flagged,
         "id",
         verdict.alias("verdict"),
         *(
@@ -284,7 +284,7 @@ def _visible_at(one: Column, fields: tuple[str, ...]) -> Column:
 
 def _by_judge(rest: DataFrame, terms: JudgeTerms, horizon: Horizon) -> DataFrame:
     kind = _judged()
-    return rest.select("id", *_SIDES).mapInArrow(_judging(kind, terms, horizon), kind)
+    return F.select(rest, "id", *_SIDES).mapInArrow(_judging(kind, terms, horizon), kind)
 
 
 def _judging(

@@ -5,8 +5,8 @@ from typing import TypeVar
 
 from msgspec import Struct
 from pyspark.sql import Column, DataFrame
-from pyspark.sql import functions as F
 
+from txbroker.spark import expressions as F
 from txbroker.spark.judge.rows import ALWAYS, Horizon
 from txbroker.spark.schema import Facts, SnapshotBounds, TopicRead
 

@@ -1,13 +1,14 @@
 """Which transactions a run judges, and how far back their evidence reaches."""
 
+import operator
 from collections.abc import Callable
 from functools import partial, reduce
 from typing import NamedTuple
 
 from msgspec import structs
-from pyspark.sql import Column, DataFrame, SparkSession
-from pyspark.sql import functions as F
+from pyspark.sql import DataFrame, SparkSession
 
+from txbroker.spark import expressions as F
 from txbroker.spark.facts.bounds import renewed
 from txbroker.spark.facts.history import CarriedState, EarlierFacts, as_former, left_of
 from txbroker.spark.facts.messages import id_time_ms
@@ -134,7 +135,7 @@ def with_former(facts: Facts, known: DataFrame | None, cut: SnapshotBounds) -> F
     former = [
         (F.col("topic") == topic) & (F.col("run") < since) for topic, since in cut.since.items()
     ]
-    rows = places.where(reduce(Column.__or__, former)).drop("run")
+    rows = places.where(reduce(operator.or_, former)).drop("run")
     rows = rows.withColumn("former", F.lit(True))
     visible = facts.visible.unionByName(rows, allowMissingColumns=True)
     return facts._replace(visible=visible)

@@ -4,13 +4,15 @@ to the number of transactions."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
 from typing import NamedTuple
 
 from msgspec import structs
-from pyspark.sql import Column, DataFrame, Row
-from pyspark.sql import functions as F
+from pyspark.sql import Column, DataFrame, Row, Window
 
+from txbroker.spark import expressions as F
 from txbroker.spark.business import FINDINGS
+from txbroker.spark.facts.messages import id_time_ms
 from txbroker.spark.judge.kinds import KIND_NAMES
 from txbroker.spark.schema import (
     TEXT_MAX,
@@ -21,8 +23,10 @@ from txbroker.spark.schema import (
     RunSummary,
     SnapshotBounds,
     Terms,
+    TimeSpan,
 )
 from txbroker.spark.tables.current import is_kept
+from txbroker.spark.tables.judged import moment
 
 AGE_BOUNDS_MS = (
     1000, 5000, 15_000, 60_000, 300_000, 900_000, 3_600_000, 21_600_000, 86_400_000, 604_800_000,
@@ -34,7 +38,8 @@ SET_ASIDE_SHOWN = 20
 
 
 class VerdictTotals(NamedTuple):
-    """Totals of a run's verdicts; see `schema.RunSummary`."""
+    """Totals of a run's verdicts; see `schema.RunSummary`. `carried_ms`: the first and last time in
+    the ids of carried transactions; `days`: those of all prepares."""
 
     transactions: int
     carried: int
@@ -43,19 +48,35 @@ class VerdictTotals(NamedTuple):
     examples: tuple[Example, ...]
     pending_age: Histogram
     oldest_undecided_ms: int | None
+    carried_ms: TimeSpan | None
+    days: frozenset[date]
 
 
 def add_up(verdicts: DataFrame, now_ms: int) -> VerdictTotals:
     """Add up the verdicts of a run; pending transactions have their age at `now_ms`."""
     age = F.when(F.col("state") == "pending", F.lit(now_ms) - F.col("prepared_at_ms"))
+    id_ms = F.when(F.col("carry"), id_time_ms(F.col("id")))
     rows = (
-        verdicts.select("state", "carry", "findings", age.alias("age"))
-        .groupBy("state", "findings", _bucket(F.col("age"), AGE_BOUNDS_MS).alias("bucket"))
+        F.select(
+            verdicts,
+            "state",
+            "carry",
+            "findings",
+            age.alias("age"),
+            F.to_date(moment(F.col("prepared_at_ms"))).alias("day"),
+            id_ms.alias("id_ms"),
+        )
+        .groupBy("state", "findings", _bucket(F.col("age"), AGE_BOUNDS_MS).alias("bucket"), "day")
         .agg(
-            F.count("*").alias("n"), F.count_if("carry").alias("carried"), F.max("age").alias("age")
+            F.count("*").alias("n"),
+            F.count_if("carry").alias("carried"),
+            F.max("age").alias("age"),
+            F.min("id_ms").alias("first_ms"),
+            F.max("id_ms").alias("last_ms"),
         )
         .collect()
     )
+    spans = [row for row in rows if row["first_ms"] is not None]
     oldest = [row["age"] for row in rows if row["age"] is not None]
     states, ages, found = Counter[str](), Counter[int](), Counter[str]()
     for row in rows:
@@ -69,9 +90,15 @@ def add_up(verdicts: DataFrame, now_ms: int) -> VerdictTotals:
         carried=sum(row["carried"] for row in rows),
         states=dict(sorted(states.items())),
         drift=drift,
-        examples=_examples(verdicts, drift),
+        examples=_examples(verdicts, [*drift]),
         pending_age=Histogram("pending", AGE_BOUNDS_MS, _filled(AGE_BOUNDS_MS, ages)),
         oldest_undecided_ms=max(oldest, default=None),
+        carried_ms=TimeSpan(
+            min(row["first_ms"] for row in spans), max(row["last_ms"] for row in spans)
+        )
+        if spans
+        else None,
+        days=frozenset(row["day"] for row in rows if row["day"] is not None),
     )
 
 
@@ -99,26 +126,21 @@ class Unread(NamedTuple):
     shown: tuple[BrokenRecord, ...]
 
 
-def count_unread(broken: DataFrame) -> Unread:
+def count_unread(broken: DataFrame, most: int = SET_ASIDE_SHOWN) -> Unread:
     """Count the rows of the table of broken records, and return the first of them, ours before
     others'."""
-    if broken.isEmpty():
-        return Unread(0, 0, ())
-    counts = broken.agg(F.count("*"), F.count_if("own")).first() or (0, 0)
-    return Unread(counts[0], counts[1], set_aside(broken, SET_ASIDE_SHOWN))
-
-
-def set_aside(broken: DataFrame, most: int) -> tuple[BrokenRecord, ...]:
-    """Return some unreadable records of a run, txbroker's first."""
-    ordered = broken.orderBy(F.col("own").desc(), "topic", "partition", "offset")
-    rows = ordered.select("topic", "partition", "offset", "why", "own").head(most)
-    return tuple(BrokenRecord(*row) for row in rows)
+    columns = ("topic", "partition", "offset", "why", "own")
+    all_rows = Window.partitionBy(F.lit(0))
+    counted = broken.select(*columns, F.count("*").over(all_rows), F.count_if("own").over(all_rows))
+    rows = counted.orderBy(F.col("own").desc(), *columns[:3]).head(most)
+    *_, records, own = rows[0] if rows else (0, 0)
+    return Unread(records, own, tuple(BrokenRecord(*row[:-2]) for row in rows))
 
 
 # --- findings ----------------------------------------------------------------------------------
 
 
-def _examples(verdicts: DataFrame, kinds: Iterable[str]) -> tuple[Example, ...]:
+def _examples(verdicts: DataFrame, kinds: Sequence[str]) -> tuple[Example, ...]:
     """Return the oldest transactions of each kind of finding."""
     shown = verdicts.select(
         "id",
@@ -128,9 +150,10 @@ def _examples(verdicts: DataFrame, kinds: Iterable[str]) -> tuple[Example, ...]:
         F.coalesce("decided_at_ms", "prepared_at_ms", F.lit(0)).alias("at_ms"),
         "verdict",
     )
-    rows: list[Row] = []
-    for kind in kinds:
-        rows += shown.where(F.col("verdict") == kind).orderBy("at_ms", "id").head(EXAMPLES_A_KIND)
+    ordered = Window.partitionBy("verdict").orderBy("at_ms", "id")
+    first = shown.where(F.col("verdict").isin(*kinds)).withColumn("n", F.row_number().over(ordered))
+    rows = first.where(F.col("n") <= EXAMPLES_A_KIND).collect() if kinds else []
+    rows.sort(key=lambda row: (kinds.index(row["verdict"]), row["n"]))
     return tuple(Example(row["id"], tuple(row["findings"]), row["grp"], row["why"]) for row in rows)
 
 
@@ -220,6 +243,7 @@ def summary_of(run: str, mode: str, staged: Extract, tally: VerdictTotals) -> Ru
     reads = (cut.half, cut.op, cut.parked, *cut.targets)
     drift = tally.drift | ({"unreadable": unread.own} if unread.own else {})
     totals = tally._asdict() | {"drift": drift}
+    del totals["carried_ms"], totals["days"]
     return RunSummary(
         run=run,
         mode=mode,

@@ -6,14 +6,14 @@ run before show which tables stay as they are.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
-from functools import partial
+from datetime import UTC, date, datetime
+from functools import partial, reduce
 
 from msgspec import structs
 from pyspark.sql import Column, DataFrame
-from pyspark.sql import functions as F
 
 from txbroker import __version__
+from txbroker.spark import expressions as F
 from txbroker.spark.facts.messages import id_time_ms
 from txbroker.spark.schema import RunSummary
 from txbroker.spark.tables.current import day_of
@@ -37,15 +37,17 @@ def changes(judged: JudgedRun, read: Callable[[Table], DataFrame]) -> Iterator[R
     """
     new, replaced = transactions(judged), _replaced(judged)
     if new is not None:
-        parts = (new, attempts(judged, new))
-        known: list[DataFrame | None] = [None, None]
-        if replaced is not None:
-            known = [replaced, attempts(judged, replaced)]
-        for table, rows, old in zip((TRANSACTIONS, ATTEMPTS), parts, known, strict=True):
-            yield Replacement(table, rows, None if old is None else old.select(*known_keys(table)))
+        yield Replacement(TRANSACTIONS, new, _keys_of(TRANSACTIONS, replaced))
+        if judged.checked:
+            known = None if replaced is None else attempts(judged, replaced)
+            yield Replacement(ATTEMPTS, attempts(judged, new), _keys_of(ATTEMPTS, known))
     for change in (latency(judged, new, replaced, read), drift(judged, read)):
         if change is not None:
             yield change
+
+
+def _keys_of(table: Table, rows: DataFrame | None) -> DataFrame | None:
+    return None if rows is None else rows.select(*known_keys(table))
 
 
 # --- transactions ------------------------------------------------------------------------------
@@ -99,7 +101,8 @@ def transactions(judged: JudgedRun) -> DataFrame | None:
     visible_ms = F.coalesce("visible_at_ms", estimated)
     return shaped(
         TRANSACTIONS,
-        ended.withColumns(
+        F.with_columns(
+            ended,
             {
                 "day": day_of(id_time_ms(F.col("id"))),
                 "installation": F.lit(judged.names.prefix),
@@ -111,7 +114,7 @@ def transactions(judged: JudgedRun) -> DataFrame | None:
                 "decide_ms": F.col("decided_at_ms") - F.col("prepared_at_ms"),
                 "visible_ms": visible_ms - F.col("prepared_at_ms"),
                 "run": F.lit(judged.run),
-            }
+            },
         ),
     )
 
@@ -173,6 +176,7 @@ _SUMS = ("transactions", "estimated", "undecided", "parked")
 _SKETCHES = ("decide", "visible")
 _OPEN = ("undecided", "parked")
 """Of the newest run of all transactions only; all others add up."""
+_STILL_OPEN = "(undecided > 0 OR parked > 0)"
 
 
 def latency(
@@ -199,21 +203,36 @@ def latency(
         return None
     if before is not None and _stands(before, judged.summary) and new is None and replaced is None:
         return None
-    current = read(LATENCY)
-    still_open = "undecided > 0 OR parked > 0"
-    if parts:
-        counted = judged.keep(_counted(parts))
-        days = [row["day"] for row in counted.select("day").distinct().collect()]
-        keys = counted.select(*known_keys(LATENCY)).distinct()
-        near = current.where(F.col("day").isin(*days) | F.expr(still_open))
-        touched = near.join(keys.withColumn("touched", F.lit(True)), known_keys(LATENCY), "left")
-        values = counted.unionByName(
-            _counted_before(judged, touched.where(f"touched OR {still_open}"))
-        )
-    else:
-        values = _counted_before(judged, current.where(still_open))
-    rows = judged.keep(_minutes(judged, values))
-    return Replacement(LATENCY, rows, rows.select(*known_keys(LATENCY)))
+    counted = judged.keep(_counted(parts)) if parts else None
+    values = [] if counted is None else [counted]
+    if not judged.first:
+        held = read(LATENCY)
+        if counted is None:
+            held = held.where(_STILL_OPEN)
+        else:
+            held = _touched(held, counted, _days(judged, replaced))
+        values.append(_counted_before(judged, held))
+    if not values:
+        return None
+    rows = judged.keep(_minutes(judged, reduce(DataFrame.unionByName, values)))
+    return Replacement(LATENCY, rows, None if judged.first else rows.select(*known_keys(LATENCY)))
+
+
+def _days(judged: JudgedRun, replaced: DataFrame | None) -> list[date]:
+    """Return the days of the minutes that may change."""
+    if replaced is None:
+        return sorted(judged.days)
+    rows = replaced.select(F.to_date("prepared_at").alias("day")).distinct().collect()
+    return sorted(judged.days.union(row["day"] for row in rows if row["day"] is not None))
+
+
+def _touched(held: DataFrame, counted: DataFrame, days: Sequence[date]) -> DataFrame:
+    """Return the rows of the table in which this run counts transactions, or an earlier one has
+    counted open ones."""
+    keys = counted.select(*known_keys(LATENCY)).distinct().withColumn("touched", F.lit(True))
+    near = held.where(F.col("day").isin(*days) | F.expr(_STILL_OPEN))
+    touched = near.join(keys, known_keys(LATENCY), "left")
+    return touched.where(f"touched OR {_STILL_OPEN}")
 
 
 def _stands(before: RunSummary, now: RunSummary) -> bool:
@@ -225,7 +244,8 @@ def _stands(before: RunSummary, now: RunSummary) -> bool:
 def _settled(rows: DataFrame, sign: int) -> DataFrame:
     """Return the parts of `transactions` rows. `sign`: 1 to count them, -1 to take them out."""
     shown = (F.col("state") == "promoted") & ~F.col("visible_estimated")
-    return rows.where("prepared_at IS NOT NULL").select(
+    return F.select(
+        rows.where("prepared_at IS NOT NULL"),
         "prepared_at",
         "grp",
         "topics",
@@ -262,7 +282,7 @@ def _counted(parts: Sequence[DataFrame]) -> DataFrame:
     alike = ("estimated", "decide", "visible", "open")
     alone = rows.withColumn("minute", F.date_trunc("minute", "prepared_at"))
     several = alone.groupBy("minute", "grp", "topics", *alike).agg(F.sum("sign").alias("n"))
-    each = several.select("minute", "grp", F.explode("topics").alias("topic"), *alike, "n")
+    each = F.select(several, "minute", "grp", F.explode("topics").alias("topic"), *alike, "n")
     measures = {
         "transactions": F.when(F.col("open").isNull(), 0),
         "estimated": F.when(F.col("estimated"), 0),

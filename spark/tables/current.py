@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from pyspark.sql import Column, DataFrame
-from pyspark.sql import functions as F
 
+from txbroker.spark import expressions as F
 from txbroker.spark.facts.messages import id_time_ms
 from txbroker.spark.schema import TopicRead
 from txbroker.spark.tables.layout import TRANSACTIONS

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 from pyspark.sql import Column, DataFrame
-from pyspark.sql import functions as F
 
+from txbroker.spark import expressions as F
 from txbroker.spark.facts.messages import id_partition, id_time_ms
 from txbroker.spark.judge.horizon import of_partition
 from txbroker.spark.judge.kinds import ALL_KINDS, BUSINESS_KINDS, IN_TARGET, KIND_NAMES, NOT_VISIBLE
@@ -39,7 +39,7 @@ def drift(judged: JudgedRun, read: Callable[[Table], DataFrame]) -> Replacement 
     `read`: returns the rows that a table holds now.
     """
     was_open = judged.before is None or bool(judged.before.open_findings)
-    if not judged.summary.drift and not was_open:
+    if not judged.summary.drift and (judged.first or not was_open):
         return None
     current = read(DRIFT)
     new = _found(judged).select("id", "kind", F.struct(*FOUND_COLUMNS).alias("new"))
@@ -155,7 +155,7 @@ def _lived(judged: JudgedRun, lives: DataFrame) -> DataFrame:
         "held": old.isNotNull(),
     }
     changed = lives.where(found | end.isNotNull() | accepts)
-    return changed.select("id", "kind", *(value.alias(name) for name, value in lived.items()))
+    return F.select(changed, "id", "kind", *(value.alias(name) for name, value in lived.items()))
 
 
 def _end(judged: JudgedRun) -> Column:
@@ -315,7 +315,7 @@ def count_findings(
     left = Counter[str]({} if before is None else before.open_findings)
     if change is None:
         return DriftTotals(dict(left), {}, 0)
-    if before is None:
+    if before is None and not judged.first:
         current = read(DRIFT).where("state = 'open'").groupBy("kind").count()
         left = Counter({row["kind"]: row["count"] for row in current.collect()})
     accepted = (F.col("seen_run") == run) & (F.col("acknowledged_until") > moment(judged.now_ms))

@@ -1,15 +1,16 @@
 """A run as the tables see it, and what the functions that change them share."""
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import date
 from functools import reduce
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgspec
 from pyspark.sql import Column, DataFrame, SparkSession
-from pyspark.sql import functions as F
-from pyspark.sql.types import StructType
 
-from txbroker.spark.schema import Acknowledgement, Check, RunSummary, TopicNames
+from txbroker.spark import expressions as F
+from txbroker.spark.schema import Acknowledgement, Check, RunSummary, TopicNames, types_of
 from txbroker.spark.tables.layout import Table
 
 
@@ -38,6 +39,9 @@ class JudgedRun(NamedTuple):
         acknowledged: all acknowledgements of findings; one that the table has and that is missing
             here was withdrawn.
         checks: limits to compare the run with.
+        days: of the prepares of `verdicts`.
+        checked: whether `op` may hold check-backs.
+        first: whether the tables hold nothing yet.
     """
 
     summary: RunSummary
@@ -56,6 +60,9 @@ class JudgedRun(NamedTuple):
     unknown_to_ms: Mapping[int, int] = {}
     acknowledged: Sequence[Acknowledgement] = ()
     checks: Sequence[Check] = ()
+    days: frozenset[date] = frozenset()
+    checked: bool = True
+    first: bool = False
 
     @property
     def run(self) -> str:
@@ -111,13 +118,15 @@ def known_keys(table: Table) -> list[str]:
 
 def same_keys(keys: Iterable[str], one: DataFrame, other: DataFrame) -> Column:
     """Return whether rows of two tables have the same keys, null or not."""
-    return reduce(Column.__and__, (one[key].eqNullSafe(other[key]) for key in keys))
+    return reduce(operator.and_, (one[key].eqNullSafe(other[key]) for key in keys))
 
 
 def shaped(table: Table, rows: DataFrame) -> DataFrame:
     """Return the columns of a table, in its order and types."""
-    kind = cast(StructType, StructType.fromDDL(table.ddl))
-    return rows.select(*(F.col(field.name).cast(field.dataType) for field in kind))
+    fields = types_of(table.ddl)
+    return F.select(
+        rows, *(F.col(field.name).cast(field.dataType).alias(field.name) for field in fields)
+    )
 
 
 def local_rows(spark: SparkSession, rows: Sequence[dict[str, Any]], ddl: str) -> DataFrame:
@@ -126,7 +135,7 @@ def local_rows(spark: SparkSession, rows: Sequence[dict[str, Any]], ddl: str) ->
     Times are ISO 8601 in UTC.
     """
     text = msgspec.json.encode(rows).decode()
-    kind = cast(StructType, StructType.fromDDL(ddl))
+    kind = types_of(ddl)
     parsed = F.from_json(F.lit(text), f"array<{kind.simpleString()}>", {"mode": "FAILFAST"})
     return spark.range(1).select(F.inline(parsed))
 

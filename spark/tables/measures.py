@@ -4,12 +4,13 @@ Every measure is counted in cells (check, group or topic, day, bucket): buckets 
 percentile, else bucket 0 for transactions and 1 for parked ones.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import reduce
 
 from pyspark.sql import Column, DataFrame, Row, Window
-from pyspark.sql import functions as F
 
+from txbroker.spark import expressions as F
 from txbroker.spark.checks import DAYS_BEFORE, Reading, evaluate
 from txbroker.spark.schema import Check, CheckResult
 from txbroker.spark.tables.judged import JudgedRun, Replacement, known_keys
@@ -143,9 +144,7 @@ def _matches(check: Check) -> Column:
 def _counts(check: Check) -> Column:
     if check.measure.endswith("_p99_s"):
         return F.col(check.measure.removesuffix("_p99_s"))["sketch"]
-    total = reduce(
-        Column.__add__, (F.col(name) for name in ("transactions", "undecided", "parked"))
-    )
+    total = reduce(operator.add, (F.col(name) for name in ("transactions", "undecided", "parked")))
     if check.measure == "parked_share":
         return _counted(total, F.col("parked"))
     return _counted(total)

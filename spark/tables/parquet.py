@@ -14,10 +14,11 @@ from datetime import date
 
 import msgspec
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
 
-from txbroker.spark.schema import no_rows
+from txbroker.spark import expressions as F
+from txbroker.spark.schema import no_rows, types_of
 from txbroker.spark.session import setting
 from txbroker.spark.storage.storage import storage_of
 from txbroker.spark.tables.judged import known_keys, same_keys
@@ -84,7 +85,8 @@ class ParquetTables:
             return
         import pyarrow.parquet as pq  # takes a while, and only the first run needs it
 
-        schema = to_arrow_schema(no_rows(self._spark, table.ddl).drop("day").schema)
+        columns = [field for field in types_of(table.ddl) if field.name != "day"]
+        schema = to_arrow_schema(StructType(columns))
         file = io.BytesIO()
         pq.write_table(schema.empty_table(), file)
         self._storage.write(f"{staged}/{_NO_DAY}/no-rows.parquet", file.getvalue())
@@ -115,7 +117,7 @@ class ParquetTables:
     def _files(self, table: Table, paths: list[str]) -> DataFrame:
         reader = self._spark.read.schema(table.ddl).option("basePath", self._folder(table))
         rows = reader.parquet(*paths)
-        return rows[no_rows(self._spark, table.ddl).columns]
+        return F.select(rows, *types_of(table.ddl).names)
 
     def _files_with(self, table: Table, known: DataFrame) -> list[str]:
         """Return the files that hold known rows, as `day=DAY/NAME`."""

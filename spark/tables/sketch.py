@@ -9,7 +9,8 @@ be taken out again.
 import math
 
 from pyspark.sql import Column
-from pyspark.sql import functions as F
+
+from txbroker.spark import expressions as F
 
 GAMMA = 1.02
 """The relative error is at most (GAMMA - 1) / (GAMMA + 1) = 0.99 %."""

@@ -15,7 +15,8 @@ import msgspec
 from msgspec import structs
 from pyspark.sql import DataFrame, SparkSession
 
-from txbroker.spark.schema import no_rows
+from txbroker.spark import expressions as F
+from txbroker.spark.schema import types_of
 from txbroker.spark.storage.storage import storage_of
 from txbroker.spark.tables.formats import MERGED
 from txbroker.spark.tables.layout import TABLES, Table
@@ -87,8 +88,8 @@ class TableStore:
         """
         if self._stored != self.manifest:
             self.write(self.manifest)
-        columns = no_rows(self._spark, table.ddl).columns
-        self._engine.stage(f"{self._staged}/run={run}/{table.name}", table, rows[columns], known)
+        ordered = F.select(rows, *types_of(table.ddl).names)
+        self._engine.stage(f"{self._staged}/run={run}/{table.name}", table, ordered, known)
 
     def apply(self, run: str) -> None:
         """Change the tables as a run has staged; nothing where that was done already. Other

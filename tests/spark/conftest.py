@@ -7,9 +7,10 @@ A test that takes both asks for `spark` and `kafka`; `kafka.bootstrap` is what S
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from tempfile import gettempdir
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -93,6 +94,20 @@ def commanded(planted: Planted, tmp_path_factory: pytest.TempPathFactory) -> Ite
     )
     with begun(planted.planting, folder, *options, TMPDIR=str(folder)) as ended:
         yield Commanded(ended, folder)
+
+
+@pytest.fixture
+def calls(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The calls of Java from now on, by what they ask for."""
+    client: Any = spark.sparkContext._gateway._gateway_client  # type: ignore[union-attr]
+    send, made = client.send_command, Counter[str]()
+
+    def sent(command: str, *given: Any, **named: Any) -> Any:
+        made[command.partition("\n")[0]] += 1
+        return send(command, *given, **named)
+
+    monkeypatch.setattr(client, "send_command", sent)
+    return made
 
 
 @pytest.fixture(autouse=True)

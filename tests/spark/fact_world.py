@@ -278,7 +278,8 @@ class World:
 def _counted(rows: Sequence[Row]) -> TableCount:
     times_ms = [row["id_ms"] for row in rows if row["id_ms"] is not None]
     span = TimeSpan(min(times_ms), max(times_ms)) if times_ms else None
-    return TableCount(len(rows), sum(row.get("dedup") is not None for row in rows), span)
+    keyed = sum(row.get("dedup") is not None for row in rows)
+    return TableCount(len(rows), keyed, span, sum(row.get("kind") == "check" for row in rows))
 
 
 def tables_held(spark: SparkSession) -> int:

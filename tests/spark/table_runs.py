@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import structs
@@ -113,6 +113,8 @@ class Tables:
             unknown_to_ms=unknown_to_ms or {},
             acknowledged=acknowledged,
             keep=self._keep,
+            days=_days(verdicts),
+            first=not any(self.rows.values()),
         )
         made = {change.table.name: change for change in changes(judged, self.read)}
         totals = count_findings(judged, made.get(DRIFT.name), self.read)
@@ -156,6 +158,12 @@ class Tables:
         keys = [tuple(row[name] for name in table.keys) for row in self.rows[table.name]]
         assert len(keys) == len(set(keys)), f"{table.name} holds rows twice"
         return new
+
+
+def _days(verdicts: Sequence[Row]) -> frozenset[date]:
+    """Return the days of all prepares, as a run's totals have them."""
+    times_ms = [at for row in verdicts if (at := row["prepared_at_ms"]) is not None]
+    return frozenset(datetime.fromtimestamp(at / 1000, UTC).date() for at in times_ms)
 
 
 def _cut(targets: Sequence[TopicRead]) -> SnapshotBounds:

@@ -1,16 +1,20 @@
-"""What an audit costs follows what it has to read: bounds on Spark's jobs, not on seconds."""
+"""What an audit costs follows what it has to read: bounds on jobs and calls, not on seconds."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
+from tests.spark.planted_cases import Planted
 from tests.spark.planting import Planting, access_to
+from txbroker.spark.access import AuditKafka
 from txbroker.spark.journal import Journal
 from txbroker.spark.run import AuditSettings, run_audit
+from txbroker.spark.schema import RunSummary
 from txbroker.spark.session import COSTS, ROWS_A_TASK, RunCost, spread, tasks_for
 
 if TYPE_CHECKING:
@@ -18,32 +22,74 @@ if TYPE_CHECKING:
 
     from txbroker.embedded import EmbeddedKafka
 
-JOBS_MAX = 10
-"""Of an audit with nothing new, before its own row: to group and count, write the verdicts, add up,
-and write the state. Each shuffle and each broadcast is one more."""
+CALLS_MAX = 5000
+"""Of Java by this process: each is some ten microseconds, and a hundred in a new process."""
 
 
-async def test_nothing_new_takes_few_jobs_and_no_python(
-    spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Budget(NamedTuple):
+    """The most Spark jobs and calls of Java of a run."""
+
+    jobs: int
+    calls: int = CALLS_MAX
+
+
+CLEAN, NOTHING_NEW, DRIFT = Budget(12), Budget(5, 2000), Budget(25)
+
+
+async def spent(
+    spark: SparkSession, access: AuditKafka, settings: AuditSettings, calls: Counter[str]
+) -> tuple[RunSummary, Budget]:
+    """Audit once; return what it has cost, with its own row."""
+    jobs, before = RunCost(spark), calls.total()
+    summary = await asyncio.to_thread(run_audit, spark, access, settings)
+    made = calls.total() - before
+    return summary, Budget(jobs.so_far()["jobs"], made)
+
+
+def within(cost: Budget, most: Budget) -> bool:
+    return all(value <= limit for value, limit in zip(cost, most, strict=True))
+
+
+async def test_a_run_without_drift_takes_few_jobs_and_calls_and_no_python(
+    spark: SparkSession,
+    kafka: EmbeddedKafka,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    calls: Counter[str],
 ) -> None:
     def judged_in_python(*_arguments: object) -> None:
         raise AssertionError("all transactions are plain")
 
     monkeypatch.setattr("txbroker.spark.judge.group._by_judge", judged_in_python)
     async with Planting(kafka.bootstrap) as planting:
-        filled = await planting.fill_clean(40, pending=0.1)
+        filled = await planting.fill_clean(30, pending=0.1)
         settings = AuditSettings(str(tmp_path / "out"), tmp_path, planting.names)
         access = access_to(kafka.bootstrap, planting.prefix)
-        full = await asyncio.to_thread(run_audit, spark, access, settings)
-        empty = await asyncio.to_thread(run_audit, spark, access, settings)
-    assert (full.transactions, empty.mode) == (40, "incremental")
+        full, cost = await spent(spark, access, settings, calls)
+        empty, less = await spent(spark, access, settings, calls)
+    assert (full.states, empty.mode) == (filled.states, "incremental")
     assert empty.states == {"pending": filled.states["pending"]}
+    assert not full.drift
     assert not any(empty.records.values())
-    assert empty.cost["jobs"] <= JOBS_MAX < full.cost["jobs"], (full.cost, empty.cost)
-    assert full.cost["shuffle_bytes"] > empty.cost["shuffle_bytes"] > 0
+    assert within(cost, CLEAN), (cost, full.cost)
+    assert within(less, NOTHING_NEW), (less, empty.cost)
+    assert full.cost["shuffle_bytes"] > 0
     stored = Journal(settings.journal).get(empty.run)
     assert stored is not None
     assert stored.cost == empty.cost
+
+
+async def test_a_run_with_drift_takes_few_jobs_and_calls(
+    spark: SparkSession, planted: Planted, tmp_path: Path, calls: Counter[str]
+) -> None:
+    planting = planted.planting
+    settings = AuditSettings(str(tmp_path / "out"), tmp_path, planting.names, planted.terms)
+    access = access_to(planting.bootstrap, planting.prefix)
+    full, cost = await spent(spark, access, settings, calls)
+    again, less = await spent(spark, access, settings, calls)
+    assert len(full.drift) > len(again.drift) > 10
+    assert within(cost, DRIFT), (cost, full.cost)
+    assert within(less, DRIFT), (less, again.cost)
 
 
 def test_only_what_was_spent_since_counts(spark: SparkSession) -> None:

@@ -420,12 +420,13 @@ def test_the_log_clock_is_the_running_maximum(spark: SparkSession, step: int) ->
         ends.append(clock)
     rng.shuffle(rows)
     frame = spark.createDataFrame(rows, "partition int, offset bigint, at_ms bigint")
-    surveyed = survey(frame, LogClock(begins), bucket=16)
+    surveyed = survey({"half": (frame, LogClock(begins))}, bucket=16)["half"]
     assert surveyed.ends == (*ends, 5)
     # The second partition's clock begins ahead of its first records.
     found = with_clock(frame, surveyed, bucket=16)
     assert {(r["partition"], r["offset"]): r["clock_ms"] for r in found.collect()} == expected
-    forward = survey(frame.where("partition = 0"), LogClock(begins), bucket=16)
+    alone = frame.where("partition = 0")
+    forward = survey({"op": (alone, LogClock(begins))}, bucket=16)["op"]
     stamps = [at for partition, _, at in sorted(rows) if partition == 0]
     assert forward.goes_back is (stamps != sorted(stamps))
 
