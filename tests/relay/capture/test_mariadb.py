@@ -103,6 +103,8 @@ async def test_position_moves_on_without_captured_changes(maria: MariaWorld) -> 
         return includes_all(taken.position)
 
     await until(reached)
+    maria.execute(f"INSERT INTO orders VALUES (1, '{'x' * 2000}')")
+    assert await source.lag_bytes() > 2000
 
 
 async def test_schema_changes_apply_to_the_rows_after_them(maria: MariaWorld) -> None:

@@ -37,6 +37,7 @@ from txbroker.relay.capture.maria.binlog import (
     NotCompared,
     TablesChanged,
     check_position,
+    log_end,
     read_position,
 )
 from txbroker.relay.capture.setup import Gap, refusals
@@ -373,8 +374,6 @@ class MariadbSource:
 
 def _end_of_log() -> Steps[tuple[BinlogPlace, int]]:
     """Return the end of the log, and the size of its files."""
-    found = yield Query("SHOW GLOBAL STATUS LIKE 'binlog_snapshot%'")
-    shown = {name.lower(): value for name, value in found.rows}
+    end = yield from log_end("GLOBAL")
     size = yield Query("SELECT @@global.max_binlog_size")
-    end = BinlogPlace(shown["binlog_snapshot_file"], int(shown["binlog_snapshot_position"]))
     return end, int(size.rows[0][0])

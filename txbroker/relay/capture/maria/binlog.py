@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 from zlib import crc32
 
 import msgspec
@@ -41,6 +41,7 @@ from pymysqlreplication.row_event import (
 
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.mariadb import MariaDB
+from txbroker.databases.steps import Query, Steps
 from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.changes import CapturedTable, Change, Operation, TransactionInfo
 from txbroker.relay.capture.maria.charsets import Charsets
@@ -133,6 +134,14 @@ class BinlogPlace(NamedTuple):
         """
         files = int(end.file.rpartition(".")[2]) - int(self.file.rpartition(".")[2])
         return max(0, files * file_bytes + end.offset - self.offset)
+
+
+def log_end(scope: Literal["GLOBAL", "SESSION"]) -> Steps[BinlogPlace]:
+    """Return the end of the binary log; of a session with a consistent snapshot, that at its
+    snapshot."""
+    found = yield Query(f"SHOW {scope} STATUS LIKE ?", ("binlog_snapshot%",))
+    shown = {name.lower(): value for name, value in found.rows}
+    return BinlogPlace(shown["binlog_snapshot_file"], int(shown["binlog_snapshot_position"]))
 
 
 class Interrupted(DatabaseUnavailable):
