@@ -1,5 +1,5 @@
-"""`txbroker audit`: Spark checks that every transaction, and every row of an outbox, ended as
-decided."""
+"""`txbroker audit`: Spark checks that every transaction, every row of an outbox and every row of a
+captured table ended as decided."""
 
 import time
 from collections.abc import Callable
@@ -317,14 +317,74 @@ def outbox_command(
     committed row.
     """
     from txbroker.cli.audit import run as audits
-    from txbroker.cli.audit.outbox import outbox_in_words, run_outbox, show_outbox
+    from txbroker.cli.audit.compared import end_with
+    from txbroker.cli.audit.outbox import run_outbox
 
     spark, keep_s = audits.local_driver(options), audits.seconds(options, "keep_s")
     summary = run_outbox(settings_from(config, options), spark, url, keep_s, topics)
-    show_outbox(summary, output)
-    click.echo(outbox_in_words(summary), err=True)
-    if summary.drift:
-        context.exit(DRIFT)
+    end_with(context, summary, output)
+
+
+@command.command("capture")
+@click.argument("file", type=FILE)
+@click.option(
+    "--table",
+    "tables",
+    metavar="SCHEMA.TABLE",
+    multiple=True,
+    help="Compare only this table of the capture. Repeatable.",
+)
+@click.option(
+    "--sample",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    metavar="SHARE",
+    help="Compare only this share of the keys, such as 0.01: the same ones each time.",
+)
+@click.option(
+    "--older-rows",
+    is_flag=True,
+    help="Tables had rows before `txbroker capture apply`: one without a record is no finding.",
+)
+@_seconds("--wait-s", 60.0, "How long changes that the rows show may be on their way to Kafka.")
+@setting_options((*KAFKA_SETTINGS, "topic_prefix"))
+@_SPARK_OPTIONS
+@object_output_option
+@click.pass_context
+def capture_command(
+    context: click.Context,
+    /,
+    file: Path,
+    config: Path | None,
+    tables: tuple[str, ...],
+    sample: float,
+    older_rows: bool,
+    output: str,
+    **options: Any,
+) -> None:
+    """Compare the rows of captured tables with the last records of their keys.
+
+    FILE is the mapping of a capture from PostgreSQL or MariaDB, which must be running. All its
+    topics are read whole. Exit code 4: a record and its row differ, or one of them is missing; 1:
+    there is no result, or a table could not be compared.
+    """
+    from txbroker.cli.audit import run as audits
+    from txbroker.cli.audit.capture import opened, run_capture
+    from txbroker.cli.audit.compared import end_with
+
+    capture = opened(file)
+    mapping = capture.mapping
+    options["kafka"] = options["kafka"] or mapping.kafka or None
+    options["topic_prefix"] = options["topic_prefix"] or mapping.topic_prefix
+    terms = {"share": sample, "older_rows": older_rows, "wait_s": audits.seconds(options, "wait_s")}
+    spark = audits.local_driver(options)
+    summary = run_capture(settings_from(config, options), spark, capture, tables, **terms)
+    end_with(context, summary, output)
+    if summary.unread:
+        raise CommandFailed(
+            f"{', '.join(summary.unread)} not compared: correct the reason above, or name the "
+            "other tables with --table"
+        )
 
 
 @command.command("ack")

@@ -29,7 +29,7 @@ from txbroker.relay import Message, Outbox, Relay
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from txbroker.spark.outbox import OutboxSummary
+    from txbroker.spark.rows.outbox import OutboxSummary
 
 NOW_MS = round(time.time() * 1000)
 MESSAGES = (
@@ -87,7 +87,7 @@ class Audited:
 
     def audit(self, spark: SparkSession, folder: Path) -> OutboxSummary:
         from txbroker.spark.access import AuditKafka
-        from txbroker.spark.outbox import audit_outbox
+        from txbroker.spark.rows.outbox import audit_outbox
 
         folder.mkdir()
         access = AuditKafka(KafkaSettings(bootstrap_servers=(self.kafka,), instance_id="audit"))
@@ -174,7 +174,7 @@ async def test_every_fault_is_found_and_nothing_else(
 
 
 def test_rows_are_lost_only_where_that_is_certain(spark: SparkSession) -> None:
-    from txbroker.spark.outbox import JudgedFrom, lateness
+    from txbroker.spark.rows.outbox import JudgedFrom, lateness
 
     judged_from = {
         "kept": JudgedFrom(0, 1000),

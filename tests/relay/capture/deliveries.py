@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import msgspec
 
 from tests.kit.until import DEADLINE_S
 from txbroker.core.encoding import ID_HEADER
+from txbroker.relay.capture.plan import open_capture
+from txbroker.relay.capture.snapshots.opening import open_snapshot
 from txbroker.relay.source import DeliverySource
 
 
@@ -65,6 +68,25 @@ async def read_until(source: DeliverySource, count: int) -> Taken:
         taken.values += more.values
     assert len(taken.ids) == count, taken.ids
     return taken
+
+
+def rows_as_records(mapping: str, table: str) -> list[Any]:
+    """Return the rows of a table with key `id` as the audit of a capture compares them, in the
+    order of their keys.
+
+    Args:
+        mapping: the head of a mapping file.
+    """
+    with NamedTemporaryFile("w+", suffix=".toml") as file:
+        file.write(f'{mapping}\n[[tables]]\ntable = "{table}"\ntopic = "t"\nkey = ["id"]\n')
+        file.flush()
+        capture = open_capture(file.name)
+    (writer,) = capture.mapping.writers.values()
+    with open_snapshot(capture.mapping, capture.database) as snapshot:
+        rows = [row for piece in snapshot.pieces(writer) for row in piece]
+    assert all(row.whole for row in rows)
+    shown = [msgspec.json.decode(row.shown or b"") for row in rows]
+    return sorted(shown, key=lambda row: row["id"])
 
 
 def execute(connection: Any, statements: Sequence[str]) -> Any:

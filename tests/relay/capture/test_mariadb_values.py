@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.relay.capture.deliveries import read_until
+from tests.relay.capture.deliveries import read_until, rows_as_records
 from tests.relay.capture.maria_world import MariaWorld
 from txbroker.errors import ConfigurationError
 
@@ -265,6 +265,9 @@ async def test_each_value_is_what_the_database_returns(maria: MariaWorld) -> Non
             assert got == wanted, (declared, values[row : row + 1])
             if " as " not in declared:
                 assert one[name] == again[name], (declared, values[row : row + 1])
+    # As the audit of a capture reads them.
+    read_now = rows_as_records(f'name = "shop"\ndatabase = "{maria.url}"', "orders")
+    assert read_now == changed[::-1]
 
 
 # --- character sets --------------------------------------------------------------------------

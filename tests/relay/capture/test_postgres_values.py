@@ -13,7 +13,7 @@ import pytest
 
 from tests.kit.database_servers import PostgresServer
 from tests.kit.until import unique
-from tests.relay.capture.deliveries import read
+from tests.relay.capture.deliveries import read, rows_as_records
 from tests.relay.capture.pg_world import PgWorld, captured, take
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.errors import ConfigurationError
@@ -140,6 +140,8 @@ async def test_values_of_every_type_are_those_of_the_database(pg: PgWorld) -> No
         rows = connection.execute(
             f"SELECT {questions} FROM public.typed ORDER BY id", ()
         ).fetchall()
+        connection.commit()
+        read_now = rows_as_records(f'name = "{pg.mapping.name}"\ndatabase = "{pg.url}"', "typed")
         connection.execute("DELETE FROM public.typed")
         connection.commit()
     got = await take(source)
@@ -150,6 +152,8 @@ async def test_values_of_every_type_are_those_of_the_database(pg: PgWorld) -> No
         }
         assert got[number]["after"] == {"id": number, **expected}
         assert got[count + number]["before"] == got[number]["after"]
+    # As the audit of a capture reads them.
+    assert read_now == [got[number]["after"] for number in range(count)]
 
 
 @pytest.fixture

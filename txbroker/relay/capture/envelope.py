@@ -104,6 +104,11 @@ class TableWriter(CapturedTable, frozen=True, kw_only=True):
                 )
         return (self._message(transaction, number, "", operation, key, after, change),)
 
+    def shown(self, row: Row) -> tuple[bytes, bytes | None]:
+        """Return the key of a row's record, and what it shows of the row: the JSON of `after`, or
+        the value."""
+        return self._key(row) or b"", _encode(row) if self.column is None else self._column(row)
+
     def _message(
         self,
         transaction: TransactionInfo,

@@ -124,15 +124,10 @@ def look(mapping: CaptureMapping) -> Steps[MariaFacts]:
     others: dict[TableName, str] = {}
     for table in mapping.tables:
         name = (table.schema, table.table)
-        found = yield Query(
-            "SELECT column_name, data_type, column_type, character_set_name "
-            "FROM information_schema.columns WHERE table_schema = ? AND table_name = ? "
-            "ORDER BY ordinal_position",
-            name,
-        )
-        if not found.rows:
+        found_columns = yield from columns_of(name)
+        if not found_columns:
             continue
-        columns[name] = [Column(*row) for row in found.rows]
+        columns[name] = found_columns
         found = yield Query(
             "SELECT table_type, table_schema, table_name FROM information_schema.tables "
             "WHERE table_schema = ? AND table_name = ?",
@@ -164,6 +159,17 @@ def look(mapping: CaptureMapping) -> Steps[MariaFacts]:
         replication,
         start,
     )
+
+
+def columns_of(name: TableName) -> Steps[list[Column]]:
+    """Return the columns of a table in their order, none without the right to read it."""
+    found = yield Query(
+        "SELECT column_name, data_type, column_type, character_set_name "
+        "FROM information_schema.columns WHERE table_schema = ? AND table_name = ? "
+        "ORDER BY ordinal_position",
+        name,
+    )
+    return [Column(*row) for row in found.rows]
 
 
 def _definition(name: TableName) -> Steps[str | None]:

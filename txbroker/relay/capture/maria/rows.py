@@ -233,7 +233,7 @@ def _bits(count: int, raw: bytes) -> str:
 # --- numbers ---------------------------------------------------------------------------------
 
 
-def _float(raw: bytes) -> float:
+def shortest(raw: bytes) -> float:
     """Return the number with the fewest digits that is the same in 32 bits."""
     (value,) = struct.unpack("<f", raw)
     for digits in range(6, 9):
@@ -345,7 +345,7 @@ _TIMES: Mapping[int, tuple[int, Callable[[int, int, bytes], str | None]]] = {
 """By type: bytes without the fraction, and what takes the bytes and the digits of the fraction."""
 _ADDRESSES: Mapping[str, Convert] = {"uuid": _uuid, "inet6": _inet6, "inet4": _inet4}
 _OTHERS: Mapping[int, _Layout] = {
-    FIELD_TYPE.FLOAT: _Layout(0, 4, _float),
+    FIELD_TYPE.FLOAT: _Layout(0, 4, shortest),
     FIELD_TYPE.DOUBLE: _Layout(0, 8, _double),
     FIELD_TYPE.DATE: _Layout(0, 3, _date),
     FIELD_TYPE.YEAR: _Layout(0, 1, _year),

@@ -207,6 +207,15 @@ _CONVERTERS: Mapping[int, Convert] = {
 """By the type's OID; others are text."""
 
 
+def converters(money_digits: int) -> Mapping[int, Convert]:
+    """Return functions for values by the type's OID; others are text.
+
+    Args:
+        money_digits: how many digits a `money` has after the point.
+    """
+    return {**_CONVERTERS, _MONEY: partial(_money, money_digits)}
+
+
 # --- messages --------------------------------------------------------------------------------
 
 
@@ -253,10 +262,7 @@ class Decoder:
         self._tables = frozenset(tables)
         self._oids = oids
         self._partitioned = frozenset(partitioned)
-        self._converters: dict[int, Convert] = {
-            **_CONVERTERS,
-            _MONEY: partial(_money, money_digits),
-        }
+        self._converters = converters(money_digits)
         self._parent: TableDescribed | None = None
         """The partitioned table that was described last: its partition may follow."""
 

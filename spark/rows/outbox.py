@@ -10,24 +10,31 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
-from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER
 from txbroker.databases.database import Database
 from txbroker.databases.dialect import SQLITE
 from txbroker.databases.outbox.table import OUTBOX, RELAY, outbox_tables
 from txbroker.databases.steps import Query, Steps
 from txbroker.spark.access import AuditKafka
-from txbroker.spark.facts.bounds import OVERFLOW, find_far, read_target
+from txbroker.spark.facts.bounds import read_target
 from txbroker.spark.facts.messages import JSON_OPTIONS, body_hash, headers_hash
 from txbroker.spark.facts.topics import TopicReader, in_words
 from txbroker.spark.jdbc import JdbcTable, ranges
 from txbroker.spark.judge.kinds import Kind
 from txbroker.spark.judge.rows import kept_from_ms
+from txbroker.spark.rows.compared import (
+    Compared,
+    findings,
+    kept,
+    of_relay,
+    place,
+    tally,
+    write_rows,
+)
 from txbroker.spark.schema import TopicRead
 
 if TYPE_CHECKING:
@@ -45,7 +52,6 @@ KINDS = (
     Kind("wrong_target", "Wrong target", "visible in another topic or partition than the row's"),
 )
 """Every kind of drift of a row, the gravest first."""
-EXAMPLES_MAX = 20
 _COLUMNS = {
     "position": "bigint",
     "id": "string",
@@ -76,28 +82,17 @@ class RowExample(Struct, frozen=True):
     places: tuple[str, ...]
 
 
-class OutboxSummary(Struct, frozen=True):
-    """The result of an audit of an outbox.
+class OutboxSummary(Compared, frozen=True, kw_only=True):
+    """The result of an audit of an outbox; `rows` are by state.
 
     Attributes:
         relay: the name of its relays.
-        rows: number of rows by state.
-        records: records of these relays in the topics.
-        drift: number of rows, or ids without a row, with each kind of finding.
         purged: ids without a row whose row may have been purged.
-        gone: rows whose record retention or compaction may have removed.
         young: rows that were marked during the audit, or may be hidden by an open transaction.
-        unread: topics that could not be read, each with the reason.
     """
 
     relay: str
-    rows: dict[str, int]
-    records: int
-    drift: dict[str, int]
     purged: int = 0
-    gone: int = 0
-    young: int = 0
-    unread: dict[str, str] = {}
     examples: tuple[RowExample, ...] = ()
 
 
@@ -138,12 +133,13 @@ def audit_outbox(
         begun = database.apart(_begin(database))
     ends = access.ends({*begun.topics, *topics})
     reads = [read_target(topic, ends.get(topic), None) for topic in {*begun.topics, *topics}]
-    records = _records(TopicReader(spark, access), access, reads, begun.relay)
     rows = _rows(spark, database, begun, folder)
     keep = StorageLevel.DISK_ONLY
     stray_after_ms = begun.now_ms - round(keep_s * 1000)
+    records, count = kept(
+        TopicReader(spark, access), access, reads, lambda found: relayed_facts(found, begun.relay)
+    )
     with in_words():
-        count = records.count()
         rows = _digested(rows).persist(keep)
         judged = _judged(records, rows, begun.now_ms, stray_after_ms, _judged_from(reads, begun))
         judged = judged.persist(keep)
@@ -167,46 +163,15 @@ def _begin(database: Database) -> Steps[_Begun]:
 # --- records -----------------------------------------------------------------------------------
 
 
-def _records(
-    reader: TopicReader, access: AuditKafka, reads: Sequence[TopicRead], relay: str
-) -> DataFrame:
-    """Return the records that relays of a name have written, kept on disk."""
-    from py4j.protocol import Py4JJavaError
-    from pyspark import StorageLevel
-    from pyspark.errors import PySparkException
-    from pyspark.sql import DataFrame
-
-    facts = relayed_facts(reader.records(reads), relay).persist(StorageLevel.DISK_ONLY)
-    try:
-        with in_words():
-            facts.count()
-    except (Py4JJavaError, PySparkException) as error:
-        far = find_far(access, reads) if OVERFLOW in str(error) else {}
-        if not far:
-            raise
-    else:
-        return facts
-    facts.unpersist()
-    parts = [relayed_facts(records, relay) for records in reader.around(reads, far)]
-    return reduce(DataFrame.unionByName, parts).persist(StorageLevel.DISK_ONLY)
-
-
 def relayed_facts(records: DataFrame, relay: str) -> DataFrame:
     """Return the facts of the records that relays of a name have written: id, place, timestamp,
     whether that is the broker's, and the hashes of the body and of the user's headers."""
     from pyspark.sql import functions as F
 
-    headers = F.col("headers")
-    first, second = F.get(headers, F.lit(0)), F.get(headers, F.lit(1))
-    ours = (
-        (first.getField("key") == INSTALLATION_HEADER)
-        & (first.getField("value") == F.lit(relay.encode()))
-        & (second.getField("key") == ID_HEADER)
-    )
-    users = F.slice(headers, 3, F.greatest(F.size(headers) - 2, F.lit(0)))
-    return records.where(ours).select(
-        second.getField("value").cast("string").alias("id"),
-        F.concat_ws("", "topic", F.lit("-"), "partition", F.lit("@"), "offset").alias("place"),
+    users = F.slice("headers", 3, F.greatest(F.size("headers") - 2, F.lit(0)))
+    return of_relay(records, relay).select(
+        "id",
+        place().alias("place"),
         "topic",
         "partition",
         "at_ms",
@@ -232,29 +197,15 @@ def _rows(spark: SparkSession, database: Database, begun: _Begun, folder: Path) 
 
 def _export(database: Database, folder: Path) -> str:
     """Write the rows of an SQLite file as Parquet; return the file's path."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    types = {"bigint": pa.int64(), "string": pa.string(), "binary": pa.binary()}
-    columns = pa.schema([(name, types[kind]) for name, kind in _COLUMNS.items()])
     # Another program may have written texts into columns of bytes.
     selected = ", ".join(
         f"CAST({name} AS BLOB)" if kind == "binary" else name for name, kind in _COLUMNS.items()
     )
-    path = folder / "outbox.parquet"
-    place = f"{Path(database.file).absolute().as_uri()}?mode=ro"
-    with (
-        closing(sqlite3.connect(place, uri=True)) as connection,
-        parquet.ParquetWriter(path, columns) as writer,
-    ):
+    opened = f"{Path(database.file).absolute().as_uri()}?mode=ro"
+    with closing(sqlite3.connect(opened, uri=True)) as connection:
         cursor = connection.execute(f"SELECT {selected} FROM {OUTBOX}")
-        while piece := cursor.fetchmany(_PIECE_ROWS):
-            arrays = [
-                pa.array(values, kind)
-                for values, kind in zip(zip(*piece, strict=True), columns.types, strict=True)
-            ]
-            writer.write_table(pa.Table.from_arrays(arrays, schema=columns))
-    return str(path)
+        pieces = iter(lambda: cursor.fetchmany(_PIECE_ROWS), [])
+        return write_rows(folder / "outbox.parquet", _COLUMNS, pieces)
 
 
 def _digested(rows: DataFrame) -> DataFrame:
@@ -374,11 +325,10 @@ def _judged(
         "lost": missing & (lateness(judged_from, now_ms) == "judged"),
         **{name: col(name) for name in differs},
     }
-    findings = F.array_compact(F.array(*[F.when(tests[kind.name], kind.name) for kind in KINDS]))
     apart = F.when(state.isNull() & may_be_purged, "purged").when(
         missing, lateness(judged_from, now_ms)
     )
-    return ids.select("id", "state", "topic", "places", findings.alias("findings"),
+    return ids.select("id", "state", "topic", "places", findings(tests, KINDS).alias("findings"),
                       apart.alias("apart"))  # fmt: skip
 
 
@@ -401,21 +351,17 @@ def lateness(judged_from: Mapping[str, JudgedFrom], now_ms: int) -> Column:
 def _summary(
     begun: _Begun, rows: DataFrame, records: int, judged: DataFrame, reads: Sequence[TopicRead]
 ) -> OutboxSummary:
-    from pyspark.sql import functions as F
 
     states = {row["state"]: row["count"] for row in rows.groupBy("state").count().collect()}
-    counted = judged.select(F.explode("findings").alias("kind")).groupBy("kind").count().collect()
-    drift = {row["kind"]: row["count"] for row in counted}
-    apart = {row["apart"]: row["count"] for row in judged.groupBy("apart").count().collect()}
-    found = judged.where(F.size("findings") > 0).orderBy("id").limit(EXAMPLES_MAX).collect()
+    found = tally(judged, KINDS, ["id"])
     return OutboxSummary(
         relay=begun.relay,
         rows=dict(sorted(states.items())),
         records=records,
-        drift={kind.name: drift[kind.name] for kind in KINDS if kind.name in drift},
-        purged=apart.get("purged", 0),
-        gone=apart.get("gone", 0),
-        young=apart.get("young", 0),
+        drift=found.drift,
+        purged=found.apart.get("purged", 0),
+        gone=found.apart.get("gone", 0),
+        young=found.apart.get("young", 0),
         unread={read.topic: read.unread for read in reads if read.unread},
         examples=tuple(
             RowExample(
@@ -425,6 +371,6 @@ def _summary(
                 row["topic"],
                 tuple(row["places"]),
             )
-            for row in found
+            for row in found.examples
         ),
     )

@@ -1,0 +1,167 @@
+"""Runs `txbroker audit capture`: rows first, then the position of the capture, then Spark."""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import click
+import msgspec
+
+from txbroker.cli.audit.run import started
+from txbroker.cli.run import CommandFailed, usage_errors
+from txbroker.config.settings import Settings
+from txbroker.contract.captured import AuditedTable
+from txbroker.relay.capture.mapping import TableMappings
+from txbroker.relay.capture.plan import Capture, open_capture
+from txbroker.relay.capture.snapshots.opening import audited, open_snapshot
+from txbroker.spark.access import AuditKafka, access_from
+from txbroker.spark.rows.capture import (
+    CaptureAudit,
+    CaptureSummary,
+    CaptureTerms,
+    StoredPosition,
+    audit_capture,
+    export,
+    settled_reads,
+)
+from txbroker.spark.schema import TopicRead
+from txbroker.spark.session import SparkSettings
+
+_Tables: TypeAlias = dict[tuple[str, str], AuditedTable]
+_POLL_S = 0.5
+
+
+def opened(file: Path) -> Capture:
+    """Return the capture of a mapping file."""
+    with usage_errors():
+        return open_capture(str(file))
+
+
+def run_capture(
+    settings: Settings,
+    spark: SparkSettings,
+    capture: Capture,
+    names: Sequence[str],
+    **terms: Any,
+) -> CaptureSummary:
+    """Audit a capture; see `read_capture`, and `CaptureTerms` for the terms."""
+    with (
+        read_capture(settings, capture, names, CaptureTerms(**terms)) as (audit, reads),
+        started(spark) as (session, bar),
+    ):
+        bar.stage("comparing rows with records")
+        return audit_capture(session, access_from(settings), audit, reads)
+
+
+@contextmanager
+def read_capture(
+    settings: Settings, capture: Capture, names: Sequence[str], terms: CaptureTerms
+) -> Iterator[tuple[CaptureAudit, Sequence[TopicRead]]]:
+    """Read the rows of a capture into a folder that exists during the block, and wait for their
+    records; return both ends of the comparison.
+
+    Args:
+        names: the tables to compare; all of them if there is none.
+    """
+    if capture.is_outbox:
+        raise CommandFailed(
+            f"capture {capture.mapping.name} writes into the outbox of its SQLite file: audit that "
+            "with `txbroker audit outbox`"
+        )
+    mapping = asyncio.run(capture.keyed())
+    access = access_from(settings)
+    positions = f"{settings.topic_prefix}.relay"
+    stored = StoredPosition(access, positions, f"{mapping.name}/capture")
+    stored.read()
+    if not stored.known:
+        raise CommandFailed(
+            f"topic {positions} has nothing of capture {mapping.name}: start it with `txbroker "
+            "capture run`, or correct the name, --kafka or --topic-prefix"
+        )
+    tables, refused = _chosen(mapping, names)
+    refused |= _without_topic(access, tables.values())
+    with tempfile.TemporaryDirectory(prefix="txbroker-audit-") as folder:
+        audit, reached = _read_rows(capture, mapping, tables, refused, Path(folder), terms)
+        _await(stored, audit, reached)
+        yield audit, settled_reads(access, {each.topic for each in audit.tables}, terms.wait_s)
+
+
+def _chosen(mapping: TableMappings, names: Sequence[str]) -> tuple[_Tables, dict[str, str]]:
+    """Return the named tables, and why others of them are not compared."""
+    tables, refused = audited(mapping)
+    known = {f"{schema}.{table}" for schema, table in mapping.writers}
+    if unknown := set(names) - known:
+        raise click.UsageError(
+            f"capture {mapping.name} has no table {', '.join(sorted(unknown))}: name some of "
+            f"{', '.join(sorted(known))}"
+        )
+    chosen = set(names) or known
+    return (
+        {place: each for place, each in tables.items() if each.name in chosen},
+        {name: why for name, why in refused.items() if name in chosen},
+    )
+
+
+def _without_topic(access: AuditKafka, tables: Iterable[AuditedTable]) -> dict[str, str]:
+    ends = access.ends({each.topic for each in tables})
+    refused = {}
+    for each in tables:
+        if (found := ends.get(each.topic)) is None:
+            refused[each.name] = f"topic {each.topic} does not exist: create it"
+        elif found.unread:
+            refused[each.name] = f"topic {each.topic} cannot be read: {found.unread}"
+    return refused
+
+
+def _read_rows(
+    capture: Capture,
+    mapping: TableMappings,
+    tables: _Tables,
+    refused: Mapping[str, str],
+    folder: Path,
+    terms: CaptureTerms,
+) -> tuple[CaptureAudit, Callable[[bytes], bool]]:
+    """Read the rows into a folder, all as of one moment; also return whether a position in Kafka
+    includes all that they show."""
+    rows = {}
+    with open_snapshot(mapping, capture.database) as snapshot:
+        of_rows = {
+            tables[place].name: why for place, why in snapshot.refused.items() if place in tables
+        }
+        refused = {**refused, **of_rows}
+        read = {place: each for place, each in tables.items() if each.name not in refused}
+        if not read:
+            reasons = "; ".join(f"table {name}: {why}" for name, why in refused.items())
+            raise CommandFailed(f"no table of capture {mapping.name} can be audited: {reasons}")
+        for number, (place, each) in enumerate(read.items()):
+            pieces = snapshot.pieces(mapping.writers[place])
+            rows[each.name] = export(folder / f"{number}.parquet", each, pieces, terms.share)
+        found = list(read.values()), rows, folder, snapshot.place, terms, dict(refused)
+        return CaptureAudit(mapping.name, *found), snapshot.reached
+
+
+def _await(stored: StoredPosition, audit: CaptureAudit, reached: Callable[[bytes], bool]) -> None:
+    """Wait until all changes that the rows show are in Kafka."""
+    wait_s = audit.terms.wait_s
+    until_s = time.monotonic() + wait_s
+    while True:
+        position = stored.read()
+        try:
+            if position is not None and reached(position):
+                return
+        except (ValueError, msgspec.MsgspecError):
+            raise CommandFailed(
+                f"the position of capture {audit.name} in Kafka is none of this database: another "
+                "relay has this name, or the mapping names another database"
+            ) from None
+        if time.monotonic() > until_s:
+            raise CommandFailed(
+                f"capture {audit.name} has not delivered the changes up to {audit.place.text} "
+                f"within {wait_s:g} s, so that its records would seem to be missing: start it, or "
+                "give it more time with --wait-s"
+            )
+        time.sleep(_POLL_S)

@@ -1,0 +1,1 @@
+"""Rows of databases against the records of their relays and captures."""

@@ -1,0 +1,554 @@
+"""The audit of a capture: rows of its tables against the last record of each key.
+
+The rows are those of one moment, whose place in the database's log is known. Records of changes
+that the rows do not show are left out, and the capture has delivered all others before the ends of
+the topics are read. So the last record of a key shows its row, and nothing has to be guessed from
+times, except where a record does not name its transaction (see `_YOUNG_MS`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from zlib import crc32
+
+from msgspec import Struct
+
+from txbroker.contract.captured import AuditedTable, CapturedRow, LogPlace
+from txbroker.core.records import Record
+from txbroker.spark.access import AuditError, AuditKafka
+from txbroker.spark.facts.bounds import chunks, held, read_target
+from txbroker.spark.facts.messages import JSON_OPTIONS
+from txbroker.spark.facts.topics import TopicReader, in_words
+from txbroker.spark.judge.kinds import Kind
+from txbroker.spark.rows.compared import (
+    Compared,
+    findings,
+    kept,
+    of_relay,
+    place,
+    tally,
+    write_rows,
+)
+from txbroker.spark.schema import TopicRead
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+KINDS = (
+    Kind("extra", "Without a row", "the last record of a key shows a row that is not there"),
+    Kind("missing", "Row without a record", "the last record of a row shows a delete, or is none"),
+    Kind("stale", "Wrong order", "the last record of a key is of an earlier change than another"),
+    Kind("differs", "Columns differ", "the last record shows other values than the row"),
+    Kind("unreadable", "Not readable", "the last record is not as the mapping has it"),
+)
+"""Every kind of drift of a row, the gravest first."""
+_ROWS = {"table": "string", "key": "binary", "shown": "binary", "whole": "boolean"}
+_SHARES = 1_000_000
+_YOUNG_MS = 60_000
+"""A record without an envelope does not name its transaction, which may have been committing when
+the rows were read: while a synchronous standby had not answered. Where it disagrees with its row
+and is younger, it is not judged."""
+_DAY_MS = 86_400_000
+"""Transactions that were committing when the rows were read began to commit within it. Their
+numbers begin again after 2^32."""
+_XIDS = 1 << 32
+_POLL_S = 0.2
+
+
+class KeyExample(Struct, frozen=True):
+    """A key with findings.
+
+    Attributes:
+        columns: that differ.
+        place: of its last record, as `topic-0@7`; "": it has none.
+    """
+
+    table: str
+    key: str
+    findings: tuple[str, ...]
+    columns: tuple[str, ...]
+    place: str
+
+
+class CaptureSummary(Compared, frozen=True, kw_only=True):
+    """The result of an audit of a capture; `rows` are by table.
+
+    Attributes:
+        capture: its name.
+        place: in the database's log, at which the rows were read.
+        share: of the keys that was compared.
+        older: rows without a record that may be older than the capture.
+        partly: rows of which the last record does not show every column.
+        unshown: rows with a value that no record can show.
+        set_aside: records with the capture's name that are of none of these tables, such as
+            emitted ones.
+        unjudged: findings that a table cannot have, each with the reason.
+    """
+
+    capture: str
+    place: str
+    share: float = 1
+    older: int = 0
+    partly: int = 0
+    unshown: int = 0
+    set_aside: int = 0
+    unjudged: dict[str, str]
+    examples: tuple[KeyExample, ...] = ()
+
+
+class CaptureTerms(Struct, frozen=True):
+    """How a capture is compared.
+
+    Attributes:
+        share: of the keys, more than 0, at most 1.
+        older_rows: rows without a record are no finding.
+        wait_s: how long its records may be awaited, seconds.
+    """
+
+    share: float = 1
+    older_rows: bool = False
+    wait_s: float = 60
+
+
+# --- the position ------------------------------------------------------------------------------
+
+
+class StoredPosition:
+    """The newest position of a capture in Kafka.
+
+    Args:
+        topic: of positions.
+        key: of its records.
+
+    Attributes:
+        known: the capture has started once: it has stored a position, or that it claims it.
+    """
+
+    def __init__(self, access: AuditKafka, topic: str, key: str) -> None:
+        self._access = access
+        self._topic = topic
+        self._key = key.encode()
+        self._at = 0
+        self._found: bytes | None = None
+        self.known = False
+
+    def read(self) -> bytes | None:
+        """Return the position; None: there is none.
+
+        Raises:
+            AuditError: the topic cannot be read.
+        """
+        ends = self._access.ends((self._topic,)).get(self._topic)
+        if ends is not None and ends.unread:
+            raise AuditError(f"topic {self._topic} cannot be read: {ends.unread}")
+        if ends is not None and ends.ends:
+            at = max(self._at, ends.starts[0])
+            for records in chunks(self._access, self._topic, 0, at, ends.ends[0]):
+                self._take(records)
+            self._at = ends.ends[0]
+        return self._found
+
+    def _take(self, records: Sequence[Record]) -> None:
+        for record in records:
+            if record.key is not None and not record.headers:
+                self.known |= record.key.startswith(self._key)
+                if record.key == self._key:
+                    self._found = record.value
+
+
+def settled_reads(access: AuditKafka, topics: Iterable[str], wait_s: float) -> list[TopicRead]:
+    """Return how far topics are read, after the transactions that are open now have ended: Kafka
+    may still be writing the end of one whose position is visible already.
+
+    Raises:
+        AuditError: one stays open, or a topic cannot be read.
+    """
+    names = sorted(set(topics))
+    before: list[TopicRead] = []
+    until_s = time.monotonic() + wait_s
+    while True:
+        now = access.ends(names)
+        for name in names:
+            if name not in now or now[name].unread:
+                why = now[name].unread if name in now else "it was deleted"
+                raise AuditError(f"topic {name} cannot be read: {why}. Run the audit again")
+        reads = [read_target(name, now[name], None) for name in names]
+        before = before or reads
+        open_ = held(before, now)
+        if not open_:
+            return reads
+        if time.monotonic() > until_s:
+            raise AuditError(
+                f"{', '.join(open_)} ends in a Kafka transaction that has been open for {wait_s:g} "
+                "s and hides later records: end it (`kafka-transactions.sh find-hanging`), and run "
+                "the audit again"
+            )
+        time.sleep(_POLL_S)
+
+
+# --- rows --------------------------------------------------------------------------------------
+
+
+def export(
+    path: Path, table: AuditedTable, pieces: Iterable[Sequence[CapturedRow]], share: float
+) -> int:
+    """Write the rows of a table as Parquet, those of a share of the keys; return their number."""
+    count = 0
+
+    def wanted() -> Iterable[Sequence[Sequence[Any]]]:
+        nonlocal count
+        for piece in pieces:
+            rows = [
+                (table.name, *row) for row in piece if crc32(row.key) % _SHARES < share * _SHARES
+            ]
+            count += len(rows)
+            yield rows
+
+    write_rows(path, _ROWS, wanted())
+    return count
+
+
+# --- comparison --------------------------------------------------------------------------------
+
+
+class CaptureAudit(NamedTuple):
+    """What is compared.
+
+    Attributes:
+        name: of the capture.
+        rows: number of exported rows by table.
+        folder: with their Parquet files; Spark's executors must see it.
+        refused: tables that are not compared, with the reasons.
+    """
+
+    name: str
+    tables: Sequence[AuditedTable]
+    rows: dict[str, int]
+    folder: Path
+    place: LogPlace
+    terms: CaptureTerms
+    refused: dict[str, str]
+
+
+def audit_capture(
+    spark: SparkSession, access: AuditKafka, audit: CaptureAudit, reads: Sequence[TopicRead]
+) -> CaptureSummary:
+    """Compare rows that were exported with the records of their topics.
+
+    Raises:
+        AuditError: Kafka does not answer.
+    """
+    from pyspark import StorageLevel
+
+    by_topic = {read.topic: read for read in reads}
+    lost = {name for name, read in by_topic.items() if any(read.starts)}
+    changes, count = kept(
+        TopicReader(spark, access), access, reads, lambda found: _changes(found, audit)
+    )
+    with in_words():
+        known = changes.where("number IS NOT NULL AND `table` IS NOT NULL")
+        rows = spark.read.schema(", ".join(f"`{name}` {kind}" for name, kind in _ROWS.items()))
+        judged = _judged(
+            _last(known.where("key IS NOT NULL")),
+            rows.parquet(str(audit.folder)),
+            audit,
+            _truncated(known),
+            lost,
+        ).persist(StorageLevel.DISK_ONLY)
+        try:
+            found = tally(judged, KINDS, ["table", "key"])
+            partly = judged.where("partly").count()
+            return CaptureSummary(
+                capture=audit.name,
+                place=audit.place.text,
+                share=audit.terms.share,
+                rows=audit.rows,
+                records=count,
+                drift=found.drift,
+                gone=found.apart.get("gone", 0),
+                young=found.apart.get("young", 0),
+                older=found.apart.get("older", 0),
+                unshown=found.apart.get("unshown", 0),
+                partly=partly,
+                set_aside=count - known.count(),
+                unread=audit.refused,
+                unjudged=_unjudged(audit.tables, lost),
+                examples=tuple(
+                    KeyExample(
+                        row["table"],
+                        bytes(row["key"]).decode(errors="replace"),
+                        tuple(row["findings"]),
+                        tuple(row["columns"] or ()),
+                        row["place"] or "",
+                    )
+                    for row in found.examples
+                ),
+            )
+        finally:
+            judged.unpersist()
+            changes.unpersist()
+
+
+def _unjudged(tables: Sequence[AuditedTable], lost: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for table in tables:
+        why = [
+            f"operations lack {', '.join(sorted(needed - table.operations))}: {name} is not judged"
+            for name, needed in _NEEDED.items()
+            if not needed <= table.operations
+        ]
+        if table.topic in lost:
+            why.append(f"retention removed records of {table.topic}: rows without one are gone")
+        if why:
+            found[table.name] = "; ".join(why)
+    return found
+
+
+_NEEDED = {
+    "missing": frozenset({"insert"}),
+    "extra": frozenset({"delete"}),
+    "differs": frozenset({"insert", "update"}),
+}
+"""Operations without which records need not show the rows."""
+
+
+def _changes(records: DataFrame, audit: CaptureAudit) -> DataFrame:
+    """Return the capture's records of changes that the rows show: table, key and value; the number
+    of the transaction in its domain, and of the change in it. Those that cannot be placed have
+    nulls there; of the share's keys alone."""
+    from pyspark.sql import functions as F
+
+    col = F.col
+    value = col("value").cast("string")
+    parts = F.split("id", "[-@/]")
+
+    def part(index: int) -> Column:
+        return F.get(parts, F.lit(index))
+
+    if audit.place.snapshot:
+        written = col("id").rlike(
+            r"\A[0-7]?[0-9A-F]{1,7}/[0-9A-F]{1,8}@[0-9]{1,15}/[0-9]{1,9}(/|\z)"
+        )
+        halves = [F.conv(part(index), 16, 10).cast("bigint") for index in (0, 1)]
+        domain, number, rest = F.lit(0), halves[0] * F.lit(_XIDS) + halves[1], 2
+    else:
+        written = col("id").rlike(
+            r"\A[0-9]{1,9}-[0-9]{1,10}-[0-9]{1,18}@[0-9]{1,15}/[0-9]{1,9}(/|\z)"
+        )
+        domain, number, rest = part(0).try_cast("int"), part(2).try_cast("bigint"), 3
+    sampled = F.lit(True)
+    if audit.terms.share < 1:
+        sampled = F.coalesce(
+            F.crc32("key") % _SHARES < F.lit(audit.terms.share * _SHARES), F.lit(True)
+        )
+    placed = (
+        of_relay(records, audit.name)
+        .where(sampled)
+        .select(
+            _table(audit.tables, value).alias("table"),
+            *("key", "value", "topic", "partition", "offset", "at_ms"),
+            F.when(written, domain).alias("domain"),
+            F.when(written, number).alias("number"),
+            F.when(written, part(rest).try_cast("bigint")).alias("mark_ms"),
+            F.when(written, part(rest + 1).try_cast("int")).alias("change"),
+        )
+    )
+    xid = F.when(
+        col("mark_ms") >= audit.place.at_ms - _DAY_MS,
+        F.get_json_object(value, "$.source.xid").try_cast("bigint"),
+    )
+    return (
+        placed.withColumn("xid", xid)
+        .where(F.col("number").isNull() | is_shown(audit.place))
+        .drop("xid")
+        .withColumn("unnamed", F.lit(bool(audit.place.snapshot)) & xid.isNull())
+    )
+
+
+def _table(tables: Sequence[AuditedTable], value: Column) -> Column:
+    """Return the name of the table that a record is of, null if it is of none."""
+    from pyspark.sql import functions as F
+
+    schema = F.get_json_object(value, "$.source.schema")
+    table = F.get_json_object(value, "$.source.table")
+    found = F.lit(None).cast("string")
+    for each in tables:
+        here = F.col("topic") == each.topic
+        if not each.alone:
+            here &= (schema == each.schema) & (table == each.table)
+        found = F.when(here, each.name).otherwise(found)
+    return found
+
+
+def is_shown(place: LogPlace) -> Column:
+    """Return whether the rows show a change; see `relay/capture/snapshots/`."""
+    from pyspark.sql import functions as F
+
+    domain, number = F.col("domain"), F.col("number")
+    ends = [(domain == each) & (number <= end) for each, end in place.ends.items()]
+    shown = reduce(lambda one, other: one | other, ends, F.lit(False))
+    if not place.snapshot:
+        return shown
+    _, end, running = place.snapshot.split(":")
+    xids = [int(each) % _XIDS for each in running.split(",") if each]
+    begun = F.pmod(F.lit(int(end)) - F.col("xid"), F.lit(_XIDS)).between(1, _XIDS // 2 - 1)
+    return shown & F.coalesce(begun & ~F.col("xid").isin(xids), F.lit(True))
+
+
+def _last(changes: DataFrame) -> DataFrame:
+    """Return the last record of each key, and whether an earlier record is of a later change."""
+    from pyspark.sql import functions as F
+
+    order = F.struct("number", "change")
+    last = F.struct(
+        *("value", "domain", "number", "change", "mark_ms", "unnamed", "at_ms"),
+        place().alias("place"),
+    )
+    # A key has several partitions where some were added: the last to be written to counts.
+    of_partition = changes.groupBy("table", "key", "partition").agg(
+        F.max_by(last, "offset").alias("last"),
+        F.max(order).alias("newest"),
+        # Numbers of different domains have no order.
+        (F.min("domain") == F.max("domain")).alias("ordered"),
+    )
+    stale = F.col("ordered") & (F.struct("last.number", "last.change") < F.col("newest"))
+    return (
+        of_partition.select("table", "key", "last", stale.alias("stale"))
+        .groupBy("table", "key")
+        .agg(F.max_by(F.struct("last", "stale"), "last.at_ms").alias("record"))
+        .select("table", "key", "record.last.*", "record.stale")
+    )
+
+
+def _truncated(changes: DataFrame) -> Mapping[str, Any]:
+    """Return the newest record of a TRUNCATE of each table that has one: it has no key."""
+    from pyspark.sql import functions as F
+
+    newest = F.max(F.struct("mark_ms", "domain", "number", "change")).alias("newest")
+    found = changes.where("key IS NULL").groupBy("table").agg(newest).collect()
+    return {row["table"]: row["newest"] for row in found}
+
+
+def _judged(
+    last: DataFrame,
+    rows: DataFrame,
+    audit: CaptureAudit,
+    truncated: Mapping[str, Any],
+    lost: Iterable[str],
+) -> DataFrame:
+    """Return one row for each key: findings, why it is not judged, and the columns that differ."""
+    from pyspark.sql import functions as F
+
+    col = F.col
+    both = _joined(last, rows)
+    column = _of_table("string", {each.name: each.column for each in audit.tables})
+    has_row, has_record = col("whole").isNotNull(), col("recorded").isNotNull()
+    operation = col("record.operation")
+    is_envelope = F.coalesce(operation.isin("insert", "update", "delete"), F.lit(False))
+    readable = column.isNotNull() | col("value").isNull() | is_envelope
+    deleted = (
+        F.coalesce(operation == "delete", F.lit(False)) & column.isNull()
+        | col("value").isNull()
+        | _before(truncated)
+    )
+    shown = has_record & ~deleted
+    unchanged = F.coalesce(col("record.unchanged"), F.array().cast("array<string>"))
+    columns = _differing(column, unchanged)
+    # A null in a column that is the value alone is as a delete.
+    empty = column.isNotNull() & has_row & col("shown").isNull()
+    tests = {
+        "extra": ~has_row & shown & readable,
+        "missing": has_row & ~shown & ~(empty & has_record),
+        "stale": F.coalesce(col("stale"), F.lit(False)),
+        "differs": has_row & shown & readable & (F.size(columns) > 0),
+        "unreadable": has_record & ~readable,
+    }
+    for name, needed in _NEEDED.items():
+        judges = {each.name: needed <= each.operations for each in audit.tables}
+        tests[name] &= _of_table("boolean", judges)
+    shortened = _of_table("boolean", {each.name: each.topic in lost for each in audit.tables})
+    recent = col("mark_ms") >= audit.place.at_ms - _YOUNG_MS
+    young = col("unnamed") & recent & ~tests["unreadable"]
+    names = findings(tests, KINDS)
+    apart = (
+        F.when(has_row & ~col("whole"), "unshown")
+        .when(F.size(names) == 0, None)
+        .when(young, "young")
+        .when(tests["missing"] & ~has_record & shortened, "gone")
+        .when(tests["missing"] & ~has_record & F.lit(audit.terms.older_rows), "older")
+    )
+    judged = both.select(
+        *("table", "key", "place"),
+        names.alias("names"),
+        F.when(tests["differs"], columns).alias("columns"),
+        apart.alias("apart"),
+        F.coalesce(has_row & shown & (F.size(unchanged) > 0), F.lit(False)).alias("partly"),
+    )
+    none = F.array().cast("array<string>")
+    return judged.withColumn(
+        "findings", F.when(col("apart").isNull(), col("names")).otherwise(none)
+    ).drop("names")
+
+
+def _joined(last: DataFrame, rows: DataFrame) -> DataFrame:
+    """Return rows and last records by table and key, with the JSON of both."""
+    from pyspark.sql import functions as F
+
+    envelope = "operation string, after map<string,string>, unchanged array<string>"
+    record = F.from_json(F.col("value").cast("string"), envelope, JSON_OPTIONS)
+    row = F.from_json(F.col("shown").cast("string"), "map<string,string>", JSON_OPTIONS)
+    both = last.withColumn("recorded", F.lit(True)).join(
+        rows.select("table", "key", "shown", "whole"), ["table", "key"], "full_outer"
+    )
+    return both.withColumn("record", record).withColumn("row", row)
+
+
+def _differing(column: Column, unchanged: Column) -> Column:
+    """Return the names of the columns that differ.
+
+    Args:
+        column: the one that is the value alone, null where that is an envelope.
+        unchanged: those that the record lacks.
+    """
+    from pyspark.sql import functions as F
+
+    row, after = F.col("row"), F.col("record.after")
+    of_envelope = F.filter(
+        F.map_keys(row),
+        lambda name: ~row[name].eqNullSafe(after[name]) & ~F.array_contains(unchanged, name),
+    )
+    none = F.array().cast("array<string>")
+    same = F.col("shown").eqNullSafe(F.col("value"))
+    return F.when(column.isNull(), of_envelope).otherwise(
+        F.when(same, none).otherwise(F.array(column))
+    )
+
+
+def _of_table(kind: str, values: Mapping[str, Any]) -> Column:
+    """Return a value of a type by the table of a row."""
+    from pyspark.sql import functions as F
+
+    found = F.lit(None).cast(kind)
+    for name, value in values.items():
+        found = F.when(F.col("table") == name, F.lit(value).cast(kind)).otherwise(found)
+    return found
+
+
+def _before(truncated: Mapping[str, Any]) -> Column:
+    """Return whether a record is of a change before the last TRUNCATE of its table."""
+    from pyspark.sql import functions as F
+
+    found = F.lit(False)
+    for table, at in truncated.items():
+        number, change = F.col("number"), F.col("change")
+        order = (number < at["number"]) | (number == at["number"]) & (change < at["change"])
+        # Numbers of different domains have no order.
+        earlier = F.when(F.col("domain") == at["domain"], order).otherwise(
+            F.col("mark_ms") < at["mark_ms"]
+        )
+        found = F.when(F.col("table") == table, earlier).otherwise(found)
+    return F.coalesce(found, F.lit(False))

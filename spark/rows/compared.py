@@ -1,0 +1,160 @@
+"""What the audits of an outbox and of a capture share: records of a relay, rows as Parquet, and
+the counts of what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec import Struct
+
+from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER
+from txbroker.spark.access import AuditKafka
+from txbroker.spark.facts.bounds import OVERFLOW, find_far
+from txbroker.spark.facts.topics import TopicReader, in_words
+from txbroker.spark.judge.kinds import Kind
+from txbroker.spark.schema import TopicRead
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+EXAMPLES_MAX = 20
+
+
+class Compared(Struct, frozen=True, kw_only=True):
+    """The result of a comparison.
+
+    Attributes:
+        rows: number of rows, by state or table.
+        records: records of the relay or capture in the topics.
+        drift: number of rows, or keys without a row, with each kind of finding.
+        gone: rows whose record retention or compaction may have removed.
+        young: what changed too shortly before the rows were read to be judged.
+        unread: topics and tables that could not be compared, each with the reason.
+    """
+
+    rows: dict[str, int]
+    records: int
+    drift: dict[str, int]
+    gone: int = 0
+    young: int = 0
+    unread: dict[str, str] = {}
+
+
+def of_relay(records: DataFrame, relay: str) -> DataFrame:
+    """Return the records that a relay or capture of a name has written, with `id`."""
+    from pyspark.sql import functions as F
+
+    headers = F.col("headers")
+    first, second = F.get(headers, F.lit(0)), F.get(headers, F.lit(1))
+    ours = (
+        (first.getField("key") == INSTALLATION_HEADER)
+        & (first.getField("value") == F.lit(relay.encode()))
+        & (second.getField("key") == ID_HEADER)
+    )
+    return records.where(ours).withColumn("id", second.getField("value").cast("string"))
+
+
+def place() -> Any:
+    """Return the column with the place of a record, as `topic-0@7`."""
+    from pyspark.sql import functions as F
+
+    return F.concat_ws("", "topic", F.lit("-"), "partition", F.lit("@"), "offset")
+
+
+def kept(
+    reader: TopicReader,
+    access: AuditKafka,
+    reads: Sequence[TopicRead],
+    facts: Callable[[DataFrame], DataFrame],
+) -> tuple[DataFrame, int]:
+    """Return the facts of the records of topics, kept on disk, and their number."""
+    from py4j.protocol import Py4JJavaError
+    from pyspark import StorageLevel
+    from pyspark.errors import PySparkException
+    from pyspark.sql import DataFrame
+
+    found = facts(reader.records(reads)).persist(StorageLevel.DISK_ONLY)
+    try:
+        with in_words():
+            return found, found.count()
+    except (Py4JJavaError, PySparkException) as error:
+        far = find_far(access, reads) if OVERFLOW in str(error) else {}
+        if not far:
+            raise
+    found.unpersist()
+    parts = [facts(records) for records in reader.around(reads, far)]
+    found = reduce(DataFrame.unionByName, parts).persist(StorageLevel.DISK_ONLY)
+    return found, found.count()
+
+
+def write_rows(
+    path: Path, columns: Mapping[str, str], pieces: Iterable[Sequence[Sequence[Any]]]
+) -> str:
+    """Write rows as a Parquet file, and return its path.
+
+    Args:
+        columns: their types by name: those of Spark that `_TYPES` lists.
+        pieces: rows, some at a time.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    types = {
+        "bigint": pa.int64(),
+        "string": pa.string(),
+        "binary": pa.binary(),
+        "boolean": pa.bool_(),
+    }
+    schema = pa.schema([(name, types[kind]) for name, kind in columns.items()])
+    with parquet.ParquetWriter(path, schema) as writer:
+        for piece in pieces:
+            if not piece:
+                continue
+            arrays = [
+                pa.array(values, kind)
+                for values, kind in zip(zip(*piece, strict=True), schema.types, strict=True)
+            ]
+            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+    return str(path)
+
+
+class Tally(NamedTuple):
+    """What a comparison found.
+
+    Attributes:
+        drift: number of rows by kind of finding, the gravest first.
+        apart: number of rows that are not judged, by the reason.
+        examples: rows with findings, as Spark returns them.
+    """
+
+    drift: dict[str, int]
+    apart: dict[str, int]
+    examples: Sequence[Any]
+
+
+def tally(judged: DataFrame, kinds: Sequence[Kind], order: Sequence[str]) -> Tally:
+    """Count a judgement: one row for each id or key, with its `findings`, and with `apart`, why it
+    is not judged.
+
+    Args:
+        order: columns of examples.
+    """
+    from pyspark.sql import functions as F
+
+    counted = judged.select(F.explode("findings").alias("kind")).groupBy("kind").count().collect()
+    drift = {row["kind"]: row["count"] for row in counted}
+    apart = {row["apart"]: row["count"] for row in judged.groupBy("apart").count().collect()}
+    found = judged.where(F.size("findings") > 0).orderBy(*order).limit(EXAMPLES_MAX).collect()
+    return Tally(
+        {kind.name: drift[kind.name] for kind in kinds if kind.name in drift}, apart, found
+    )
+
+
+def findings(tests: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:
+    """Return the column with the names of the tests that are true, the gravest first."""
+    from pyspark.sql import functions as F
+
+    return F.array_compact(F.array(*[F.when(tests[kind.name], kind.name) for kind in kinds]))

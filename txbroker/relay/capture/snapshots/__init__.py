@@ -1,0 +1,1 @@
+"""Rows of captured tables at one moment, as their records show them."""
