@@ -47,6 +47,7 @@ KINDS = (
 )
 """Every kind of drift of a row, the gravest first."""
 _ROWS = {"table": "string", "key": "binary", "shown": "binary", "whole": "boolean"}
+_APART = ("gone", "young", "older", "unshown", "partly")
 _SHARES = 1_000_000
 _YOUNG_MS = 60_000
 """A record without an envelope does not name its transaction, which may have been committing when
@@ -251,17 +252,17 @@ def audit_capture(
     )
     with in_words():
         known = changes.where("number IS NOT NULL AND `table` IS NOT NULL")
+        placed, truncated = _truncated(known)
         rows = spark.read.schema(", ".join(f"`{name}` {kind}" for name, kind in _ROWS.items()))
         judged = _judged(
             _last(known.where("key IS NOT NULL")),
             rows.parquet(str(audit.folder)),
             audit,
-            _truncated(known),
+            truncated,
             lost,
         ).persist(StorageLevel.DISK_ONLY)
         try:
             found = tally(judged, KINDS, ["table", "key"])
-            partly = judged.where("partly").count()
             return CaptureSummary(
                 capture=audit.name,
                 place=audit.place.text,
@@ -269,12 +270,8 @@ def audit_capture(
                 rows=audit.rows,
                 records=count,
                 drift=found.drift,
-                gone=found.apart.get("gone", 0),
-                young=found.apart.get("young", 0),
-                older=found.apart.get("older", 0),
-                unshown=found.apart.get("unshown", 0),
-                partly=partly,
-                set_aside=count - known.count(),
+                set_aside=count - placed,
+                **{name: found.apart[name] for name in _APART},
                 unread=audit.refused,
                 unjudged=_unjudged(audit.tables, lost),
                 examples=tuple(
@@ -424,13 +421,16 @@ def _last(changes: DataFrame) -> DataFrame:
     )
 
 
-def _truncated(changes: DataFrame) -> Mapping[str, Any]:
-    """Return the newest record of a TRUNCATE of each table that has one: it has no key."""
+def _truncated(changes: DataFrame) -> tuple[int, Mapping[str, Any]]:
+    """Return the number of records, and the newest one of a TRUNCATE of each table that has one: it
+    has no key."""
     from pyspark.sql import functions as F
 
-    newest = F.max(F.struct("mark_ms", "domain", "number", "change")).alias("newest")
-    found = changes.where("key IS NULL").groupBy("table").agg(newest).collect()
-    return {row["table"]: row["newest"] for row in found}
+    at = F.struct("mark_ms", "domain", "number", "change")
+    newest = F.max(F.when(F.col("key").isNull(), at)).alias("newest")
+    found = changes.groupBy("table").agg(F.count("*").alias("records"), newest).collect()
+    count = sum(row["records"] for row in found)
+    return count, {row["table"]: row["newest"] for row in found if row["newest"] is not None}
 
 
 def _judged(
@@ -481,17 +481,14 @@ def _judged(
         .when(tests["missing"] & ~has_record & shortened, "gone")
         .when(tests["missing"] & ~has_record & F.lit(audit.terms.older_rows), "older")
     )
-    judged = both.select(
-        *("table", "key", "place"),
-        names.alias("names"),
-        F.when(tests["differs"], columns).alias("columns"),
-        apart.alias("apart"),
-        F.coalesce(has_row & shown & (F.size(unchanged) > 0), F.lit(False)).alias("partly"),
-    )
+    partly = F.when(has_row & shown & (F.size(unchanged) > 0), "partly")
     none = F.array().cast("array<string>")
-    return judged.withColumn(
-        "findings", F.when(col("apart").isNull(), col("names")).otherwise(none)
-    ).drop("names")
+    return both.select(
+        *("table", "key", "place"),
+        F.when(apart.isNull(), names).otherwise(none).alias("findings"),
+        F.when(tests["differs"], columns).alias("columns"),
+        F.array_compact(F.array(apart, partly)).alias("apart"),
+    )
 
 
 def _joined(last: DataFrame, rows: DataFrame) -> DataFrame:

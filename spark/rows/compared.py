@@ -3,6 +3,7 @@ the counts of what differs."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
@@ -126,31 +127,34 @@ class Tally(NamedTuple):
 
     Attributes:
         drift: number of rows by kind of finding, the gravest first.
-        apart: number of rows that are not judged, by the reason.
+        apart: number of rows that are not judged, or not whole, by the reason.
         examples: rows with findings, as Spark returns them.
     """
 
     drift: dict[str, int]
-    apart: dict[str, int]
+    apart: Counter[str]
     examples: Sequence[Any]
 
 
 def tally(judged: DataFrame, kinds: Sequence[Kind], order: Sequence[str]) -> Tally:
-    """Count a judgement: one row for each id or key, with its `findings`, and with `apart`, why it
-    is not judged.
+    """Count a judgement: one row for each id or key, with its `findings`, and with `apart`, the
+    reasons why it is not judged, or not whole.
 
     Args:
         order: columns of examples.
     """
     from pyspark.sql import functions as F
 
-    counted = judged.select(F.explode("findings").alias("kind")).groupBy("kind").count().collect()
-    drift = {row["kind"]: row["count"] for row in counted}
-    apart = {row["apart"]: row["count"] for row in judged.groupBy("apart").count().collect()}
+    drift, apart = Counter[str](), Counter[str]()
+    # One job: there are few different rows.
+    for row in judged.groupBy("findings", "apart").count().collect():
+        for counts, names in ((drift, row["findings"]), (apart, row["apart"])):
+            counts.update(dict.fromkeys(names, row["count"]))
+    ordered = {kind.name: drift[kind.name] for kind in kinds if kind.name in drift}
+    if not drift:
+        return Tally(ordered, apart, ())
     found = judged.where(F.size("findings") > 0).orderBy(*order).limit(EXAMPLES_MAX).collect()
-    return Tally(
-        {kind.name: drift[kind.name] for kind in kinds if kind.name in drift}, apart, found
-    )
+    return Tally(ordered, apart, found)
 
 
 def findings(tests: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:

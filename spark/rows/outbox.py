@@ -329,7 +329,7 @@ def _judged(
         missing, lateness(judged_from, now_ms)
     )
     return ids.select("id", "state", "topic", "places", findings(tests, KINDS).alias("findings"),
-                      apart.alias("apart"))  # fmt: skip
+                      F.array_compact(F.array(apart)).alias("apart"))  # fmt: skip
 
 
 def lateness(judged_from: Mapping[str, JudgedFrom], now_ms: int) -> Column:
@@ -359,9 +359,9 @@ def _summary(
         rows=dict(sorted(states.items())),
         records=records,
         drift=found.drift,
-        purged=found.apart.get("purged", 0),
-        gone=found.apart.get("gone", 0),
-        young=found.apart.get("young", 0),
+        purged=found.apart["purged"],
+        gone=found.apart["gone"],
+        young=found.apart["young"],
         unread={read.topic: read.unread for read in reads if read.unread},
         examples=tuple(
             RowExample(
