@@ -12,7 +12,7 @@ from txbroker.spark.judge.kinds import ALL_KINDS, BUSINESS_KINDS, Kind
 from txbroker.spark.schema import Terms
 
 PAGE = Path(__file__).parent / "reference" / "verdicts.md"
-_BEGIN, _END = "\n## Findings\n", "\n## What is not found\n"
+_BEGIN, _END = "\n## Findings\n", "\n## Drift that is not found\n"
 _WIDTH = 100
 
 _HEAD = """\

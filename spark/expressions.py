@@ -2,8 +2,8 @@
 
 It is imported as `F` in place of `pyspark.sql.functions`, whose functions it has with the same
 arguments. Their results are columns that know their SQL, and that Java parses where a DataFrame
-takes them. What has no text here, such as a window, is one of pyspark's own columns at once; both
-kinds may be mixed.
+takes them. An expression without text, such as a window, is one of pyspark's own columns at once;
+both kinds may be mixed.
 """
 
 import inspect
@@ -267,8 +267,8 @@ def _lambda(function: Callable[..., Any]) -> str | None:
 # --- rows --------------------------------------------------------------------------------------
 
 
-class Figures:
-    """Figures of rows, which Spark computes as it writes them.
+class RowFigures:
+    """RowFigures of rows, which Spark computes as it writes them.
 
     They are one text, because each of Spark's own observations is many calls of Java.
 

@@ -217,17 +217,9 @@ class Journal:
             self._check(db)
             yield db
         except sqlite3.Error as error:
-            raise ConfigurationError(self._in_words(error)) from None
+            raise ConfigurationError(_in_words(self.path, error)) from None
         finally:
             connection.close()  # rolls an open transaction back
-
-    def _in_words(self, error: sqlite3.Error) -> str:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        if code == sqlite3.SQLITE_NOTADB:
-            return f"{self.path} is not a SQLite file: name another --data-dir"
-        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            return f"the journal {self.path} is locked by another process: run the command again"
-        return f"the journal {self.path} cannot be used: {error}"
 
     def _check(self, db: sqlite_utils.Database) -> None:
         version = _version(db)
@@ -288,6 +280,15 @@ class Journal:
         )
         db.execute(f"pragma application_id = {_APPLICATION_ID}")
         db.execute(f"pragma user_version = {JOURNAL_VERSION}")
+
+
+def _in_words(path: Path | str, error: sqlite3.Error) -> str:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code == sqlite3.SQLITE_NOTADB:
+        return f"{path} is not a SQLite file: name another --data-dir"
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return f"the journal {path} is locked by another process: run the command again"
+    return f"the journal {path} cannot be used: {error}"
 
 
 def _table(db: sqlite_utils.Database, name: str) -> Table:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import click
 import msgspec
 
+from txbroker.cli.audit.compared import end_with as end_with
 from txbroker.cli.audit.run import started
 from txbroker.cli.run import CommandFailed, usage_errors
 from txbroker.config.settings import Settings

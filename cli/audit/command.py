@@ -317,8 +317,7 @@ def outbox_command(
     committed row.
     """
     from txbroker.cli.audit import run as audits
-    from txbroker.cli.audit.compared import end_with
-    from txbroker.cli.audit.outbox import run_outbox
+    from txbroker.cli.audit.outbox import end_with, run_outbox
 
     spark, keep_s = audits.local_driver(options), audits.seconds(options, "keep_s")
     summary = run_outbox(settings_from(config, options), spark, url, keep_s, topics)
@@ -369,8 +368,7 @@ def capture_command(
     there is no result, or a table could not be compared.
     """
     from txbroker.cli.audit import run as audits
-    from txbroker.cli.audit.capture import opened, run_capture
-    from txbroker.cli.audit.compared import end_with
+    from txbroker.cli.audit.capture import end_with, opened, run_capture
 
     capture = opened(file)
     mapping = capture.mapping

@@ -294,7 +294,7 @@ class _Extraction:
     def _store(self, name: str, rows: DataFrame, path: str) -> None:
         """Append rows to the files of a table, and count them on the way."""
         types = rows.schema
-        seen = F.Figures(_counts(types.names))
+        seen = F.RowFigures(_counts(types.names))
         seen.of(rows).write.mode("append").options(**_CODEC).parquet(path)
         found = WrittenRows(types, **seen.get())
         before = self._written.get(name)
@@ -365,7 +365,7 @@ class _Extraction:
             for name in tables
             for count, column in _counts(_types(name).names, F.col(_TABLE) == name).items()
         }
-        seen = F.Figures(figures)
+        seen = F.RowFigures(figures)
         new = f"{self._folder}/settled"
         written = seen.of(rows).write.partitionBy(_TABLE)
         written.options(**_CODEC).parquet(new)

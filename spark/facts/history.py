@@ -548,7 +548,7 @@ def write_carried(
     if parts:
         named = [table.withColumn("table", F.lit(name)) for name, table in parts.items()]
         rows = reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), named)
-        seen = F.Figures({name: F.count_if(F.col("table") == name) for name in parts})
+        seen = F.RowFigures({name: F.count_if(F.col("table") == name) for name in parts})
         seen.of(rows).write.partitionBy("table").parquet(f"{folder}/facts")
         counts = seen.get()
         chain = structs.replace(chain, rows={n: counts[n] for n in TABLES if n in counts})

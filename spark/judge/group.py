@@ -62,7 +62,7 @@ def judge_facts(
     """
     grouped, judged = _by_sql(_grouped(facts), terms), f"{path}/judged"
     unjudged = F.col("verdict") == _UNJUDGED
-    counts = F.Figures({"unjudged": F.count_if(unjudged), "ordered": F.count("ordered")})
+    counts = F.RowFigures({"unjudged": F.count_if(unjudged), "ordered": F.count("ordered")})
     # Sort-based aggregates: Spark would first collect arrays in a hash table and give up after a
     # few ids, which costs half as much work again.
     with setting(spark, _HASH_FIRST, "false"):

@@ -403,7 +403,7 @@ TOPIC_KINDS = (
         evidence="The commit marker, and a half message that is still there.",
         todo=(
             "A target was deleted, or its name changed: `missing_targets` of the run names it. "
-            "Create it again; `txbroker tx show ID` shows what is `refused`."
+            "Create it again; `txbroker tx show ID` shows a `refused` transaction."
         ),
         persists=True,
     ),

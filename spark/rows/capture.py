@@ -217,7 +217,7 @@ def export(
 
 
 class CaptureAudit(NamedTuple):
-    """What is compared.
+    """The tables and terms of a comparison.
 
     Attributes:
         name: of the capture.

@@ -162,7 +162,7 @@ def _end(judged: JudgedRun) -> Column:
     """Return how an open finding that was not found again ended; null where it is still open."""
     kind, verdict = F.col("kind"), F.col("verdict")
     seen = kind.isin(*IN_TARGET)
-    # What is only late by this run's terms and clocks may be lost all the same.
+    # A message that is only late by terms and clocks of this run may be lost.
     worse = F.array_contains("findings", "lost")
     still_waits = kind.isin(*NOT_VISIBLE) & (F.col("state") == "committed") & ~worse
     # By clocks that went back, an open transaction is younger than when it was found.

@@ -75,7 +75,7 @@ def test_values_are_those_of_pyspark(rows: DataFrame) -> None:
         assert values == wanted, name
 
 
-def test_what_has_no_text_is_mixed_with_what_has(rows: DataFrame) -> None:
+def test_columns_without_text_mix_with_others(rows: DataFrame) -> None:
     from pyspark.sql import Window, functions
 
     from txbroker.spark import expressions as F
@@ -101,6 +101,6 @@ def test_a_table_of_columns_takes_few_calls(rows: DataFrame, calls: Counter[str]
 def test_figures_are_seen_on_the_way(rows: DataFrame) -> None:
     from txbroker.spark import expressions as F
 
-    seen = F.Figures({"rows": F.count("*"), "last": F.max("n"), "none": F.max(F.lit(None))})
+    seen = F.RowFigures({"rows": F.count("*"), "last": F.max("n"), "none": F.max(F.lit(None))})
     seen.of(rows).collect()
     assert seen.get() == {"rows": 3, "last": 2, "none": None}

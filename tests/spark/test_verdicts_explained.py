@@ -147,7 +147,7 @@ NOTHING = {
 
 
 @pytest.mark.parametrize("case", NOTHING)
-def test_what_is_not_stored_is_one_sentence(call: Call, case: str) -> None:
+def test_nothing_stored_is_one_sentence(call: Call, case: str) -> None:
     id, code, words = NOTHING[case]
     result = call(id)
     assert (result.code, result.out) == (code, "")
