@@ -82,12 +82,10 @@ def _taken_ms(facts: Facts, cut: SnapshotBounds, decided_ms: int) -> dict[tuple[
     Targets may carry users' timestamps, so the decisions of the oldest messages are looked up.
     Partition -1 stands for all partitions of a topic.
     """
-    taken: dict[tuple[str, int], int] = {}
+    taken = never_certain(cut)
     cut_short: list[tuple[str, int]] = []
     for target in cut.targets:
-        if target.compacted or not (target.starts or target.unread):
-            taken[target.topic, -1] = ALWAYS
-        else:
+        if (target.topic, -1) not in taken:
             # Where a run begins later, it reads all records that it needs.
             pairs = zip(target.starts, target.begins, strict=True)
             cut_short += [(target.topic, p) for p, (s, b) in enumerate(pairs) if b == s > 0]
@@ -112,6 +110,15 @@ def _taken_ms(facts: Facts, cut: SnapshotBounds, decided_ms: int) -> dict[tuple[
             until_ms = row["until_ms"]
             taken[place] = until_ms + _LAG_MS if until_ms >= 0 else until_ms
     return taken
+
+
+def never_certain(cut: SnapshotBounds) -> dict[tuple[str, int], int]:
+    """Return the entries of `Horizon.taken_ms` for compacted and missing targets."""
+    return {
+        (target.topic, -1): ALWAYS
+        for target in cut.targets
+        if target.compacted or not (target.starts or target.unread)
+    }
 
 
 _Key = TypeVar("_Key", bound=Hashable)

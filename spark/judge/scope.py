@@ -18,6 +18,7 @@ from txbroker.spark.judge.horizon import (
     SavedHorizon,
     gaps_between,
     horizon_of,
+    never_certain,
     parked_from_ms,
     with_gaps,
     without_removed,
@@ -152,7 +153,10 @@ def scope_of_stored(
     `scope_of`."""
     left = left_of(before.chain.runs, runs_in(spark, folders.facts("")))
     parked_ms = parked_from_ms(staged.facts.parked, staged.cut, 0)
-    horizon = before.chain.horizon.read()._replace(parked_from_ms=parked_ms)
+    horizon = before.chain.horizon.read()
+    # As saved, they are certain from the time of that run on, by clocks that may have gone back.
+    taken_ms = {**horizon.taken_ms, **never_certain(staged.cut)}
+    horizon = horizon._replace(parked_from_ms=parked_ms, taken_ms=taken_ms)
     facts = with_former(staged.facts, known, staged.cut)
     return Scope(facts, horizon, removed_ms=left.removed_ms)
 
