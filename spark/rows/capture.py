@@ -54,8 +54,9 @@ _YOUNG_MS = 60_000
 the rows were read: while a synchronous standby had not answered. Where it disagrees with its row
 and is younger, it is not judged."""
 _DAY_MS = 86_400_000
-"""Transactions that were committing when the rows were read began to commit within it. Their
-numbers begin again after 2^32."""
+"""A record that is older was committed when the rows were read, with any numbers: those of
+PostgreSQL's transactions begin again after 2^32, and a server that was replaced or restored had
+others."""
 _XIDS = 1 << 32
 _POLL_S = 0.2
 
@@ -354,13 +355,11 @@ def _changes(records: DataFrame, audit: CaptureAudit) -> DataFrame:
             F.when(written, part(rest + 1).try_cast("int")).alias("change"),
         )
     )
-    xid = F.when(
-        col("mark_ms") >= audit.place.at_ms - _DAY_MS,
-        F.get_json_object(value, "$.source.xid").try_cast("bigint"),
-    )
+    old = col("mark_ms") < audit.place.at_ms - _DAY_MS
+    xid = F.when(~old, F.get_json_object(value, "$.source.xid").try_cast("bigint"))
     return (
         placed.withColumn("xid", xid)
-        .where(F.col("number").isNull() | is_shown(audit.place))
+        .where(F.col("number").isNull() | old | is_shown(audit.place))
         .drop("xid")
         .withColumn("unnamed", F.lit(bool(audit.place.snapshot)) & xid.isNull())
     )
@@ -400,7 +399,6 @@ def _last(changes: DataFrame) -> DataFrame:
     """Return the last record of each key, and whether an earlier record is of a later change."""
     from pyspark.sql import functions as F
 
-    order = F.struct("number", "change")
     last = F.struct(
         *("value", "domain", "number", "change", "mark_ms", "unnamed", "at_ms"),
         place().alias("place"),
@@ -408,11 +406,16 @@ def _last(changes: DataFrame) -> DataFrame:
     # A key has several partitions where some were added: the last to be written to counts.
     of_partition = changes.groupBy("table", "key", "partition").agg(
         F.max_by(last, "offset").alias("last"),
-        F.max(order).alias("newest"),
+        F.max(F.struct("number", "change", "mark_ms")).alias("newest"),
         # Numbers of different domains have no order.
         (F.min("domain") == F.max("domain")).alias("ordered"),
     )
-    stale = F.col("ordered") & (F.struct("last.number", "last.change") < F.col("newest"))
+    # Nor have those of a server before it was replaced or restored, when the time was earlier.
+    stale = (
+        F.col("ordered")
+        & (F.struct("last.number", "last.change") < F.struct("newest.number", "newest.change"))
+        & (F.col("newest.mark_ms") >= F.col("last.mark_ms"))
+    )
     return (
         of_partition.select("table", "key", "last", stale.alias("stale"))
         .groupBy("table", "key")
@@ -547,5 +550,6 @@ def _before(truncated: Mapping[str, Any]) -> Column:
         earlier = F.when(F.col("domain") == at["domain"], order).otherwise(
             F.col("mark_ms") < at["mark_ms"]
         )
+        earlier |= F.col("mark_ms") < at["mark_ms"] - _DAY_MS
         found = F.when(F.col("table") == table, earlier).otherwise(found)
     return F.coalesce(found, F.lit(False))

@@ -386,6 +386,11 @@ def _at_the_end_of_the_log(written: Written) -> None:
     record(t, "begun later", 0x1FF, xid=110, age_s=0, after={"a": 2})
     row(t, "long ago", a=2)
     record(t, "long ago", 0x100, xid=104, age_s=10**6, after={"a": 2})  # the number came again
+    row(t, "other server", a=2)
+    record(t, "other server", 0x900, age_s=10**6, after=now)  # before it was replaced
+    record(t, "other server", 0x100, after={"a": 2})
+    row(t, "other server alone", a=2)
+    record(t, "other server alone", 0x900, age_s=10**6, after={"a": 2})
     row(t, "shown", a=2)
     record(t, "shown", 0x100, xid=103, age_s=5, after=now)
 
@@ -403,7 +408,7 @@ def _of_other_rules(written: Written) -> None:
     row(t, "unsent", **now)
     row(t, "not shown", whole=False, a=None)
     record(t, "cleared", 0x50, after=now)
-    record(t, None, 0x60, operation="truncate")
+    record(t, None, 0x60, age_s=10**6, operation="truncate")
     row(t, "filled again", **now)
     record(t, "filled again", 0x61, after=now)
     v = written.table("v", column="body")
