@@ -268,7 +268,7 @@ def _lambda(function: Callable[..., Any]) -> str | None:
 
 
 class RowFigures:
-    """RowFigures of rows, which Spark computes as it writes them.
+    """Figures of rows, which Spark computes as it writes them.
 
     They are one text, because each of Spark's own observations is many calls of Java.
 
