@@ -183,7 +183,7 @@ def _literal(value: Any) -> str | None:
         parts = [_literal(part) for item in value.items() for part in item]
         return None if None in parts else f"map({', '.join(map(str, parts))})"
     if isinstance(value, str) and len(value) <= _TEXT_MAX:
-        escaped = (f"\\u{ord(c):04x}" if c < " " or c in "'\\" else c for c in value)
+        escaped = (f"\\u{ord(c):04x}" if c < " " or c in "'\\$" else c for c in value)
         return f"'{''.join(escaped)}'"
     return None
 

@@ -62,7 +62,7 @@ class Journal:
         with self._changed() as db:
             # Before any read, or two processes could deadlock.
             db.execute("begin immediate")
-            self._make_tables(db)
+            _make_tables(db)
             db.execute("delete from drift where run = ?", [summary.run])
             db.execute("delete from examples where run = ?", [summary.run])
             _table(db, "runs").insert(_row(summary), replace=True)
@@ -120,6 +120,14 @@ class Journal:
         day = until_ms // _DAY_MS
         return self._select(f"where run in ({of_days}) order by run", day - days, day)
 
+    def transactions(self) -> int:
+        """Return how many transactions runs have judged; as many rows may be in the tables."""
+        with self._read() as db:
+            if db is None or not _version(db):
+                return 0
+            counted = db.execute(f"select sum(transactions) from runs where {_BATCH}").fetchone()
+            return int(counted[0] or 0)
+
     def get(self, run: str) -> RunSummary | None:
         """Return a run by name, None where there is none."""
         return next(iter(self._select("where run = ?", run)), None)
@@ -130,7 +138,7 @@ class Journal:
             return str(known["name"])
         with self._changed() as db:
             db.execute("begin immediate")
-            self._make_tables(db)
+            _make_tables(db)
             for row in db.execute("select name from series"):
                 return str(row[0])
             name = secrets.token_hex(8)
@@ -144,7 +152,7 @@ class Journal:
         """Store acknowledgements; one of the same finding is replaced."""
         with self._changed() as db:
             db.execute("begin immediate")
-            self._make_tables(db)
+            _make_tables(db)
             rows = map(msgspec.to_builtins, findings)
             _table(db, "acknowledged").insert_all(rows, replace=True)
             db.conn.commit()
@@ -236,51 +244,6 @@ class Journal:
                 f"{self.path} is another application's database: name another --data-dir"
             )
 
-    def _make_tables(self, db: sqlite_utils.Database) -> None:
-        for name in ("untold", "unwritten"):
-            if name not in db.table_names():
-                # Runs from an earlier txbroker count as published.
-                _table(db, name).create({"run": str}, pk="run")
-        if "series" not in db.table_names():
-            _table(db, "series").create({"name": str}, pk="name")
-        if "acknowledged" not in db.table_names():
-            columns = Acknowledgement.__annotations__
-            _table(db, "acknowledged").create(columns, pk=("id", "grp", "kind"))
-        if _version(db):
-            return
-        _table(db, "runs").create(
-            {
-                "run": str,
-                "mode": str,
-                "started": str,
-                "started_ms": int,
-                "took_s": float,
-                "records": int,
-                "transactions": int,
-                "settled": int,
-                "pending": int,
-                "drift": int,
-                "carried": int,
-                "quarantined": int,
-                "taken": int,
-                "summary": str,
-            },
-            pk="run",
-        )
-        _table(db, "runs").create_index(["started_ms"])
-        _table(db, "drift").create(
-            {"run": str, "kind": str, "transactions": int},
-            pk=("run", "kind"),
-            foreign_keys=[("run", "runs", "run")],
-        )
-        _table(db, "examples").create(
-            {"run": str, "id": str, "grp": str, "findings": str, "why": str},
-            pk=("run", "id"),
-            foreign_keys=[("run", "runs", "run")],
-        )
-        db.execute(f"pragma application_id = {_APPLICATION_ID}")
-        db.execute(f"pragma user_version = {JOURNAL_VERSION}")
-
 
 def _in_words(path: Path | str, error: sqlite3.Error) -> str:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
@@ -289,6 +252,52 @@ def _in_words(path: Path | str, error: sqlite3.Error) -> str:
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return f"the journal {path} is locked by another process: run the command again"
     return f"the journal {path} cannot be used: {error}"
+
+
+def _make_tables(db: sqlite_utils.Database) -> None:
+    for name in ("untold", "unwritten"):
+        if name not in db.table_names():
+            # Runs from an earlier txbroker count as published.
+            _table(db, name).create({"run": str}, pk="run")
+    if "series" not in db.table_names():
+        _table(db, "series").create({"name": str}, pk="name")
+    if "acknowledged" not in db.table_names():
+        columns = Acknowledgement.__annotations__
+        _table(db, "acknowledged").create(columns, pk=("id", "grp", "kind"))
+    if _version(db):
+        return
+    _table(db, "runs").create(
+        {
+            "run": str,
+            "mode": str,
+            "started": str,
+            "started_ms": int,
+            "took_s": float,
+            "records": int,
+            "transactions": int,
+            "settled": int,
+            "pending": int,
+            "drift": int,
+            "carried": int,
+            "quarantined": int,
+            "taken": int,
+            "summary": str,
+        },
+        pk="run",
+    )
+    _table(db, "runs").create_index(["started_ms"])
+    _table(db, "drift").create(
+        {"run": str, "kind": str, "transactions": int},
+        pk=("run", "kind"),
+        foreign_keys=[("run", "runs", "run")],
+    )
+    _table(db, "examples").create(
+        {"run": str, "id": str, "grp": str, "findings": str, "why": str},
+        pk=("run", "id"),
+        foreign_keys=[("run", "runs", "run")],
+    )
+    db.execute(f"pragma application_id = {_APPLICATION_ID}")
+    db.execute(f"pragma user_version = {JOURNAL_VERSION}")
 
 
 def _table(db: sqlite_utils.Database, name: str) -> Table:

@@ -296,7 +296,7 @@ class _Audit:
                 settings.part if settings.mode == "part" else None,
             )
         rows = staged.rows + (0 if before is None else sum(before.chain.rows.values()))
-        with spread(self._spark, rows):
+        with spread(self._spark, rows, self._journal.transactions()):
             return self._look(staged, before)
 
     def _scope(self, staged: Extract, before: CarriedState | None) -> Scope:

@@ -489,6 +489,8 @@ ROWS_A_TASK = 200_000
 _ROWS_A_CORE = 20_000
 """With fewer rows, another task costs more than it saves."""
 _SMALL_BELOW = 20_000
+_STORED_BELOW = 200_000
+"""Rows of earlier runs: a query may read all of them, though only some of their columns."""
 _SMALL = {
     # Expressions are evaluated without compiling Java for each query.
     "spark.sql.codegen.wholeStage": "false",
@@ -504,14 +506,16 @@ _SMALL = {
 
 
 @contextmanager
-def spread(spark: "SparkSession", rows: int | None) -> Iterator[None]:
-    """Let queries in the block do what suits the number of rows; None: it is not known.
+def spread(spark: "SparkSession", rows: int | None, stored: int = 0) -> Iterator[None]:
+    """Let queries in the block do what suits the number of rows; None: it is not known. `stored`:
+    rows of tables that they may be compared with.
 
     Shuffles are cut into as many tasks as suit them. Spark's default of 200 is far too many for a
     small audit, where each task costs more than its rows, and too few for a large one. A
     `spark.sql.shuffle.partitions` that Spark was started with stays.
     """
-    fitting = _SMALL if rows is not None and rows < _SMALL_BELOW else {}
+    is_small = rows is not None and rows < _SMALL_BELOW and stored < _STORED_BELOW
+    fitting = _SMALL if is_small else {}
     cores = _cores_to_use(spark.sparkContext)
     if cores:
         tasks = tasks_for(rows, cores)

@@ -6,7 +6,7 @@ written at once. The facts of all others are written beside them, for `judge`. I
 evenly, so no hot group or topic makes one task longer than others.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import reduce
 from typing import Any
@@ -289,13 +289,13 @@ def _by_judge(rest: DataFrame, terms: JudgeTerms, horizon: Horizon) -> DataFrame
 
 def _judging(
     kind: StructType, terms: JudgeTerms, horizon: Horizon
-) -> Callable[[Iterable[Any]], Iterable[Any]]:
+) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """Return the function that judges record batches of grouped rows on an executor."""
     for module in (judge, fold, kinds, rows):
         cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
     types = to_arrow_schema(kind)
 
-    def judging(batches: Iterable[Any]) -> Iterable[Any]:
+    def judging(batches: Iterator[Any]) -> Iterator[Any]:
         from pyarrow import RecordBatch
 
         for batch in batches:

@@ -19,4 +19,4 @@ if __name__ == "__main__":
 
     importer: Any = zipimport.zipimporter
     importer.invalidate_caches = _keep
-    daemon.manager()  # type: ignore[no-untyped-call]
+    daemon.manager()

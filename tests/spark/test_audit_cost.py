@@ -118,13 +118,18 @@ def test_tasks_follow_rows(rows: int | None, cores: int, tasks: int) -> None:
     assert tasks_for(rows, cores) == tasks
 
 
-@pytest.mark.parametrize(("rows", "compiles"), [(100, "false"), (1_000_000, "true")])
-def test_small_queries_are_not_compiled(spark: SparkSession, rows: int, compiles: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "stored", "compiles"),
+    [(100, 0, "false"), (100, 1_000_000, "true"), (1_000_000, 0, "true"), (None, 0, "true")],
+)
+def test_small_queries_are_not_compiled(
+    spark: SparkSession, rows: int | None, stored: int, compiles: str
+) -> None:
     name = "spark.sql.codegen.wholeStage"
     before = spark.conf.get(name)
     spark.conf.set(name, "true")
     try:
-        with spread(spark, rows):
+        with spread(spark, rows, stored):
             assert spark.conf.get(name) == compiles
         assert spark.conf.get(name) == "true"
     finally:
