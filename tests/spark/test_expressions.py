@@ -28,6 +28,7 @@ COLUMNS: dict[str, Callable[[Any], Column]] = {
     "none in": lambda F: F.col("t").isin(),
     "between": lambda F: F.col("n").between(1, F.col("m")) | (F.col("n") == 0),
     "texts": lambda F: F.concat(F.col("t"), F.lit('it\'s \\ a "%_\\n" \x01\n`tab\t` ü€')),
+    "variables": lambda F: F.concat(F.lit("${env:HOME} ${system:user.home}"), F.col("t")),
     "bytes": lambda F: F.xxhash64(F.lit(b"\x00'\\"), F.lit("k"), "n"),
     "pattern": lambda F: F.concat(F.lit("a\\"), F.lit("b.")).rlike(r"\Aa\\[a-c]\.\z"),
     "long text": lambda F: F.length(F.lit("x" * 5000)) + F.col("n"),
