@@ -84,9 +84,8 @@ class Settings(ListenerAccess, KafkaAccess):
 
     # --- the process ---
     data_dir: Annotated[Path | str, BeforeValidator(_folder)] = Path(".txbroker")
-    """Where proxies keep their names, `txbroker dev` its Kafka, and audits their journal: a folder;
-    for audits also a URI that Spark can write, such as s3a://…. Proxies with different names may
-    share it."""
+    """The folder of names of proxies, and of audits, which take a URI, too. Proxies with different
+    names may share it; `txbroker dev` has its Kafka there."""
     instance: str = ""
     """The name of this proxy among the others, the same after a restart, and of one process at a
     time. Empty: made once for each `listen` address, and kept in `data_dir`."""
