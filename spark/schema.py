@@ -7,7 +7,8 @@ by the brokers' clocks.
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, cast
+from inspect import signature
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from msgspec import Struct
 
@@ -15,6 +16,7 @@ from txbroker.contract.audit import StreamFigures
 from txbroker.contract.drift import Severity
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import StructType
 
@@ -79,6 +81,16 @@ def types_of(ddl: str) -> "StructType":
     from pyspark.sql.types import StructType
 
     return cast(StructType, StructType.fromDDL(ddl))
+
+
+def arrow_types(types: "StructType") -> "pa.Schema":
+    """Return columns as Arrow has them; times are UTC."""
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    converted: Any = to_arrow_schema
+    # Spark 4.0 and 4.1 do not ask for it.
+    zone = {"timezone": "UTC"} if "timezone" in signature(converted).parameters else {}
+    return cast("pa.Schema", converted(types, **zone))
 
 
 def no_rows(spark: "SparkSession", ddl: str) -> "DataFrame":

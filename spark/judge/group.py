@@ -13,7 +13,6 @@ from typing import Any
 
 from pyspark import cloudpickle
 from pyspark.sql import Column, DataFrame, SparkSession
-from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 from pyspark.sql.window import Window
 
@@ -24,7 +23,7 @@ from txbroker.spark.judge import fold, judge, kinds, rows
 from txbroker.spark.judge.horizon import of_partition
 from txbroker.spark.judge.judge import judge_rows
 from txbroker.spark.judge.rows import Horizon, JudgeTerms
-from txbroker.spark.schema import Facts
+from txbroker.spark.schema import Facts, arrow_types
 from txbroker.spark.session import setting
 
 _SIDES = Facts._fields
@@ -293,7 +292,7 @@ def _judging(
     """Return the function that judges record batches of grouped rows on an executor."""
     for module in (judge, fold, kinds, rows):
         cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
-    types = to_arrow_schema(kind)
+    types = arrow_types(kind)
 
     def judging(batches: Iterator[Any]) -> Iterator[Any]:
         from pyarrow import RecordBatch

@@ -14,11 +14,10 @@ from datetime import date
 
 import msgspec
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from txbroker.spark import expressions as F
-from txbroker.spark.schema import no_rows, types_of
+from txbroker.spark.schema import arrow_types, no_rows, types_of
 from txbroker.spark.session import setting
 from txbroker.spark.storage.storage import storage_of
 from txbroker.spark.tables.judged import known_keys, same_keys
@@ -86,7 +85,7 @@ class ParquetTables:
         import pyarrow.parquet as pq  # takes a while, and only the first run needs it
 
         columns = [field for field in types_of(table.ddl) if field.name != "day"]
-        schema = to_arrow_schema(StructType(columns))
+        schema = arrow_types(StructType(columns))
         file = io.BytesIO()
         pq.write_table(schema.empty_table(), file)
         self._storage.write(f"{staged}/{_NO_DAY}/no-rows.parquet", file.getvalue())
