@@ -129,23 +129,33 @@ for _method, _sign, _looseness in (
 
 
 class _Case(_Text):
-    """A `CASE` that may get more branches."""
+    """A `CASE` that may get more branches: pairs of conditions and values."""
 
-    def __init__(self, branches: str) -> None:
-        super().__init__(f"{branches} END")
+    def __init__(self, *branches: tuple[_Text, _Text]) -> None:
+        whens = (f" WHEN {condition.sql} THEN {value.sql}" for condition, value in branches)
+        self._open = f"CASE{''.join(whens)}"
+        super().__init__(f"{self._open} END")
         self._branches = branches
 
     def when(self, condition: Column, value: Any) -> Column:
         one, two = _text(condition), _text(value)
         if one is None or two is None:
-            return ClassicColumn.when(self, condition, value)
-        return _Case(f"{self._branches} WHEN {one.sql} THEN {two.sql}")
+            return self._of_spark().when(condition, value)
+        return _Case(*self._branches, (one, two))
 
     def otherwise(self, value: Any) -> Column:
         other = _text(value)
         if other is None:
-            return ClassicColumn.otherwise(self, value)
-        return _Text(f"{self._branches} ELSE {other.sql} END")
+            return self._of_spark().otherwise(value)
+        return _Text(f"{self._open} ELSE {other.sql} END")
+
+    def _of_spark(self) -> Column:
+        """Return it as Spark builds one, which takes branches without text."""
+        (condition, value), *others = self._branches
+        case = spark.when(condition, value)
+        for condition, value in others:
+            case = case.when(condition, value)
+        return case
 
 
 def _ddl(kind: DataType | str) -> str:
@@ -210,7 +220,7 @@ def when(condition: Column, value: Any) -> Column:
     one, two = _text(condition), _text(value)
     if one is None or two is None:
         return spark.when(condition, value)
-    return _Case(f"CASE WHEN {one.sql} THEN {two.sql}")
+    return _Case((one, two))
 
 
 # --- functions -----------------------------------------------------------------------------------

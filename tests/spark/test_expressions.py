@@ -35,6 +35,12 @@ COLUMNS: dict[str, Callable[[Any], Column]] = {
     "enum": lambda F: F.lit(MarkerKind.COMMIT) == "commit",
     "case": lambda F: F.when(F.col("n") == 0, "a").when(F.col("n") == 1, F.lit("b")),
     "else": lambda F: F.when(F.col("n") == 0, F.col("m")).otherwise(-1) + 1,
+    "long case": lambda F: (
+        F.when(F.col("n") == 0, F.lit(None))
+        .when(F.length(F.lit("x" * 5000)) == F.col("n"), "a")
+        .when(F.col("n") == 1, F.lit("y" * 1001))
+    ),
+    "long else": lambda F: F.when(F.col("n") == 0, "a").otherwise(F.lit("y" * 1001)),
     "casts": lambda F: F.col("n").cast("string").try_cast("int") + F.lit("z").try_cast("int"),
     "struct": lambda F: F.struct("n", F.col("m").alias("o"), F.col("s")["a"])["o"],
     "fields": lambda F: F.concat(F.col("s.b"), F.col("s").getField("b"), F.get("a", F.lit(0))),
