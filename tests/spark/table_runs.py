@@ -132,12 +132,13 @@ class Tables:
     def _make(self, rows: Iterable[Row], ddl: str) -> DataFrame:
         """Return rows that Spark holds without a job."""
         import pyarrow as pa
-        from pyspark.sql.pandas.types import to_arrow_schema
         from pyspark.sql.types import StructType
+
+        from txbroker.spark.schema import arrow_types
 
         kind = cast(StructType, StructType.fromDDL(ddl))
         values = [{name: row.get(name) for name in kind.names} for row in rows]
-        table: Any = pa.Table.from_pylist(values, to_arrow_schema(kind))
+        table: Any = pa.Table.from_pylist(values, arrow_types(kind))
         return self.spark.createDataFrame(table, kind)
 
     def _keep(self, table: DataFrame) -> DataFrame:

@@ -268,7 +268,7 @@ def test_a_finding_that_opens_again_is_acknowledged_again(spark: SparkSession) -
 
 def test_a_run_without_findings_reads_nothing(spark: SparkSession) -> None:
     tables = Tables(spark)
-    tables.run(1, [])
+    tables.run(1, [verdict(id_at(2))])
     reads = tables.reads
     tables.run(2, [verdict(id_at(1), "gone")])
     assert tables.reads == reads + 1, "the latencies only"
