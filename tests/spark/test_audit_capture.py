@@ -19,7 +19,7 @@ import pytest
 
 from tests.kit.database_servers import USER, MariaServer, PostgresServer
 from tests.kit.topic_reader import create_topic, read_topics
-from tests.kit.until import unique
+from tests.kit.until import unique, until
 from tests.relay.capture.deliveries import execute
 from tests.relay.capture.maria_world import BINLOG
 from txbroker.cli.audit.capture import read_capture
@@ -142,6 +142,9 @@ class Shop:
             execute(self.connect("root"), ["SET sql_log_bin = 0", *statements])
             return
         slot = f"'txbroker_{self.name.replace('-', '_')}'"
+        # The server ends the session of a closed capture a little later.
+        held = f"SELECT 1 FROM pg_replication_slots WHERE slot_name = {slot} AND active"
+        await until(lambda: not self.execute(held))
         self.execute(
             *statements, f"SELECT pg_replication_slot_advance({slot}, pg_current_wal_lsn())"
         )
