@@ -206,9 +206,12 @@ class _Stored(NamedTuple):
 
     def _facts(self, name: str, mine: ds.Expression) -> Iterator[Row]:
         """Yield the facts of the runs that count, each with its `run`."""
+        counts: dict[str, bool] = {}
         for row in _read((self.folder / "facts").glob(f"run=*/{name}/*.parquet"), mine):
             run = Path(row[_FILE]).parent.parent.name.removeprefix("run=")
-            if self.journal.get(run) is not None:
+            if run not in counts:
+                counts[run] = self.journal.get(run) is not None
+            if counts[run]:
                 yield {**row, "run": run}
 
 

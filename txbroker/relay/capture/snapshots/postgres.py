@@ -76,8 +76,8 @@ def open_snapshot(mapping: TableMappings, database: Postgres) -> Iterator[PgSnap
             for sql in _BEGIN:
                 session.execute(Query(sql))
             shown = session.execute(Query(_PLACE)).rows[0]
-            # Without it, an idle server writes the end of the WAL to the disk, and so sends what is
-            # before it, only after some seconds: the end of a transaction that writes nothing.
+            # An idle server flushes the end of the WAL only after some seconds, and sends nothing
+            # before that. A transaction that has a number and writes nothing wakes the WAL writer.
             with suppress(Exception):  # a user may read only
                 database.apart(one(Query("SELECT pg_current_xact_id()")))
             facts = run(pgfacts.read(mapping), session.execute)
