@@ -26,6 +26,9 @@ RUN apt-get update -qq \
  && apt-get install -y -qq --no-install-recommends openjdk-17-jre-headless \
  && rm -rf /var/lib/apt/lists/*
 COPY --from=build-audit /opt/txbroker /opt/txbroker
+# The connector is part of the image, so that no audit needs a network for it.
+ARG TXBROKER_MAVEN_REPOSITORY
+RUN XDG_CACHE_HOME=/tmp/cache python3 -m txbroker.cli.connector && rm -rf /tmp/cache
 USER 10001:10001
 ENTRYPOINT ["txbroker"]
 CMD ["--help"]

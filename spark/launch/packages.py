@@ -26,6 +26,7 @@ _IN_SPARK = (
     "org.apache.hadoop:hadoop-client-runtime",
     "org.slf4j:slf4j-api",
     "org.lz4:lz4-java",
+    "at.yawk.lz4:lz4-java",
     "org.xerial.snappy:snappy-java",
     "com.google.code.findbugs:jsr305",
     f"org.scala-lang.modules:scala-parallel-collections_{SCALA}",

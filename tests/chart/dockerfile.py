@@ -123,6 +123,10 @@ class Builder:
             stage.variables[name] = value.replace("$PATH", path)
             assert "$" not in stage.variables[name]
 
+    def _arg(self, _stage: Stage, rest: str) -> None:
+        """A build's argument is one of the surroundings, or unset."""
+        assert rest.isidentifier()
+
     def _workdir(self, stage: Stage, rest: str) -> None:
         stage.workdir = rest
         (stage.folder / rest.lstrip("/")).mkdir(parents=True, exist_ok=True)

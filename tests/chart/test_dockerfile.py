@@ -16,8 +16,8 @@ import txbroker
 from tests.chart.dockerfile import Builder, Stage, call, instructions
 from tests.kit.command_lines import parsed
 from txbroker.config.settings import ENV_PREFIX, Settings, load_settings
+from txbroker.embedded.jars import REPOSITORY_SETTING
 from txbroker.embedded.server import DEFAULT_VERSION
-from txbroker.spark.launch.packages import ivy_dir
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()
@@ -25,6 +25,7 @@ VALUES: dict[str, Any] = yaml.safe_load((ROOT / "charts/txbroker/values.yaml").r
 SUITE, PYTHON = "bookworm", "3.11"
 MIRROR = "http://deb.debian.org/debian"
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+JAVA_CERTIFICATES = "/etc/ssl/certs/java/cacerts"
 VOLUME = "/var/lib/txbroker"
 SPARK = """
 
@@ -116,12 +117,17 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
     # The way out of this machine, which Docker would give too.
     for path in ("/etc/resolv.conf", "/etc/hosts", CERTIFICATES):
         shutil.copy(path, base / path.lstrip("/"))
+    shutil.copy(JAVA_CERTIFICATES, base / "root")  # the package of Java writes its own
     for rest in steps("COPY"):
         if not rest.startswith("--from"):
             for source in rest.split()[:-1]:
                 _copy_committed(source, context)
-    kept = ("PIP_INDEX_URL", "PIP_TRUSTED_HOST", "http_proxy", "https_proxy", "no_proxy")
+    kept = (
+        "PIP_INDEX_URL", "PIP_TRUSTED_HOST", "http_proxy", "https_proxy", "no_proxy",
+        REPOSITORY_SETTING,
+    )  # fmt: skip
     around = {name: os.environ[name] for name in kept if name in os.environ}
+    around["JAVA_TOOL_OPTIONS"] = "-Djavax.net.ssl.trustStore=/root/cacerts"
     return Builder(TEXT, context, base, work, {**around, "PIP_CERT": CERTIFICATES})
 
 
@@ -137,7 +143,7 @@ def _copy_committed(source: str, context: Path) -> None:
 
 def packages(stage: Stage) -> set[str]:
     """Return the Python packages of a stage."""
-    folders = stage.folder.glob("opt/txbroker/lib/python*/site-packages/*.dist-info")
+    folders = stage.folder.glob("opt/txbroker/lib/python*/site-packages/*-info")
     return {folder.name.partition("-")[0].lower() for folder in folders}
 
 
@@ -172,14 +178,15 @@ def test_the_proxys_image_runs_and_writes_nothing(builder: Builder) -> None:
 def test_audit_image_starts_spark_and_writes_only_to_volume(builder: Builder) -> None:
     stage = builder.build("audit")
     volume = stage.folder / VOLUME.lstrip("/")
-    cache = volume / "cache/txbroker/ivy"
-    if ivy_dir().is_dir():  # what a first run would have kept there
-        shutil.copytree(ivy_dir(), cache)
     volume.mkdir(parents=True, exist_ok=True)
     owner = f"{VALUES['runAsUser']}:{VALUES['fsGroup']}"
     subprocess.run(["chown", "-R", owner, volume], check=True)
     done = call(
-        stage, ["python3", "-c", SPARK], writable=(VOLUME,), XDG_CACHE_HOME=f"{VOLUME}/cache"
+        stage,
+        ["python3", "-c", SPARK],
+        writable=(VOLUME,),
+        XDG_CACHE_HOME=f"{VOLUME}/cache",
+        TXBROKER_MAVEN_REPOSITORY="file:///nowhere",  # it has the connector
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "499500"

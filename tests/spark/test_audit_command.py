@@ -90,6 +90,30 @@ def spark_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+def test_the_connector_in_sparks_own_folder_needs_no_network(
+    spark_home: Path, tmp_path: Path
+) -> None:
+    home = tmp_path / "spark"
+    (home / "jars").mkdir(parents=True)
+    for path in spark_home.iterdir():
+        if path.name != "jars":
+            (home / path.name).symlink_to(path)
+    for path in (PYSPARK / "jars").iterdir():
+        (home / "jars" / path.name).symlink_to(path)
+
+    def connector(**more: str) -> str:
+        command = [sys.executable, "-m", "txbroker.cli.connector"]
+        given = environment(SPARK_HOME=str(home), **more)
+        done = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    jars = connector().split()
+    assert [Path(jar).parent for jar in jars] == [home / "jars"] * 4
+    no_network = {"TXBROKER_MAVEN_REPOSITORY": "file:///nowhere", "XDG_CACHE_HOME": str(tmp_path)}
+    assert connector(**no_network) == "Spark has the connector already.\n"
+
+
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_executors_in_separate_processes(
