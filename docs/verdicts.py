@@ -1,9 +1,10 @@
-"""Write the section Findings of docs/reference/verdicts.md from the kinds of findings that the
-audit's code follows: `python docs/verdicts.py`.
+"""Renew the parts of docs/reference/verdicts.md that code decides: names, titles and severities of
+findings, and what closes them. When a kind is found, by which evidence, and what to do about it,
+stands on the page alone. `python docs/verdicts.py`.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import fill
 
@@ -13,6 +14,9 @@ from txbroker.spark.schema import Terms
 
 PAGE = Path(__file__).parent / "reference" / "verdicts.md"
 _BEGIN, _END = "\n## Findings\n", "\n## Drift that is not found\n"
+_SECTION = re.compile(r"^### `(\w+)`\n.*\n\n((?:.+\n)+)", re.MULTILINE)
+_CLOSES = re.compile(r"^- Closes:.*\n(?:  .*\n)*", re.MULTILINE)
+_NEW = "- Found: …\n- Evidence: …\n- Closes:\n- To do: …\n"
 _WIDTH = 100
 
 _HEAD = """\
@@ -53,13 +57,13 @@ _OTHERS = {
 
 
 def verdicts_page() -> str:
-    """Return the text of the page."""
+    """Return the text of the page; a new kind has `…` where sentences are missing."""
     before, _, rest = PAGE.read_text().partition(_BEGIN)
-    after = rest.partition(_END)[2]
-    return "".join([before, _BEGIN, *_findings(), _END, after])
+    findings, _, after = rest.partition(_END)
+    return "".join([before, _BEGIN, *_findings(dict(_SECTION.findall(findings))), _END, after])
 
 
-def _findings() -> Iterator[str]:
+def _findings(sections: Mapping[str, str]) -> Iterator[str]:
     terms = Terms(0)
     ages_ms = terms.late_after_ms, terms.lost_after_ms, terms.overdue_after_ms
     late, lost, overdue = (span(ms / 1000) for ms in ages_ms)
@@ -69,16 +73,10 @@ def _findings() -> Iterator[str]:
         yield f"| [`{kind.name}`](#{kind.name}) | {kind.severity} | {kind.meaning} | {again} |\n"
     for kind in ALL_KINDS:
         yield f"\n### `{kind.name}`\n*{kind.title}*, {kind.severity}.\n\n"
-        for name, text in (
-            ("Found", kind.found),
-            ("Evidence", kind.evidence),
-            ("Closes", _closes(kind)),
-            ("To do", kind.todo),
-        ):
-            # Code stays in one piece.
-            item = re.sub(r"`.*?`", lambda code: code[0].replace(" ", "\0"), f"- {name}: {text}")
-            lines = fill(item, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-            yield lines.replace("\0", " ") + "\n"
+        # Code stays in one piece.
+        item = re.sub(r"`.*?`", lambda code: code[0].replace(" ", "\0"), _closes(kind))
+        closes = fill(f"- Closes: {item}", _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        yield _CLOSES.sub(closes.replace("\0", " ") + "\n", sections.get(kind.name, _NEW))
 
 
 def _closes(kind: Kind) -> str:

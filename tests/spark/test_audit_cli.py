@@ -688,8 +688,8 @@ def test_every_column_is_described(title: str, ddl: str) -> None:
 def test_the_page_of_verdicts_is_current_and_explains_every_kind() -> None:
     page = runpy.run_path(str(DOCS / "verdicts.py"))["verdicts_page"]()
     assert page == VERDICTS, "run make docs"
-    explained = [kind for kind in ALL_KINDS if kind.found and kind.evidence and kind.todo]
-    assert explained == [*ALL_KINDS]
+    explained = r"^- Found: \w[^…]+?^- Evidence: \w[^…]+?^- Closes: \w[^…]+?^- To do: [\w`]"
+    assert len(re.findall(explained, page, re.M)) == len(ALL_KINDS)
     # Its order is that of gravity, by which a row's verdict is its first finding.
     assert re.findall(r"^### `(\w+)`\n\*(.+)\*, (\w+)\.$", page, re.M) == [
         (kind.name, kind.title, kind.severity) for kind in ALL_KINDS
