@@ -2,14 +2,12 @@
 
 import asyncio
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import click
-import msgspec
 
 from txbroker.cli.audit.compared import end_with as end_with
 from txbroker.cli.audit.run import started
@@ -33,7 +31,6 @@ from txbroker.spark.schema import TopicRead
 from txbroker.spark.session import SparkSettings
 
 _Tables: TypeAlias = dict[tuple[str, str], AuditedTable]
-_POLL_S = 0.5
 
 
 def opened(file: Path) -> Capture:
@@ -76,7 +73,7 @@ def read_capture(
     mapping = asyncio.run(capture.keyed())
     access = access_from(settings)
     positions = f"{settings.topic_prefix}.relay"
-    stored = StoredPosition(access, positions, f"{mapping.name}/capture")
+    stored = StoredPosition(access, positions, mapping.name)
     stored.read()
     if not stored.known:
         raise CommandFailed(
@@ -87,7 +84,7 @@ def read_capture(
     refused |= _without_topic(access, tables.values())
     with tempfile.TemporaryDirectory(prefix="txbroker-audit-") as folder:
         audit, reached = _read_rows(capture, mapping, tables, refused, Path(folder), terms)
-        _await(stored, audit, reached)
+        stored.await_all(audit.place.text, reached, terms.wait_s)
         yield audit, settled_reads(access, {each.topic for each in audit.tables}, terms.wait_s)
 
 
@@ -143,26 +140,3 @@ def _read_rows(
             rows[each.name] = export(folder / f"{number}.parquet", each, pieces, terms.share)
         found = list(read.values()), rows, folder, snapshot.place, terms, dict(refused)
         return CaptureAudit(mapping.name, *found), snapshot.reached
-
-
-def _await(stored: StoredPosition, audit: CaptureAudit, reached: Callable[[bytes], bool]) -> None:
-    """Wait until all changes that the rows show are in Kafka."""
-    wait_s = audit.terms.wait_s
-    until_s = time.monotonic() + wait_s
-    while True:
-        position = stored.read()
-        try:
-            if position is not None and reached(position):
-                return
-        except (ValueError, msgspec.MsgspecError):
-            raise CommandFailed(
-                f"the position of capture {audit.name} in Kafka is none of this database: another "
-                "relay has this name, or the mapping names another database"
-            ) from None
-        if time.monotonic() > until_s:
-            raise CommandFailed(
-                f"capture {audit.name} has not delivered the changes up to {audit.place.text} "
-                f"within {wait_s:g} s, so that its records would seem to be missing: start it, or "
-                "give it more time with --wait-s"
-            )
-        time.sleep(_POLL_S)

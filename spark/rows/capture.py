@@ -6,37 +6,35 @@ the topics are read. So the last record of a key shows its row, and nothing has 
 times, except where a record does not name its transaction (see `_YOUNG_MS`).
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
-from msgspec import Struct
+from msgspec import MsgspecError, Struct
+from pyspark.sql import Column, DataFrame, SparkSession
 
 from txbroker.contract.captured import AuditedTable, CapturedRow, LogPlace
 from txbroker.core.records import Record
+from txbroker.spark import expressions as F
 from txbroker.spark.access import AuditError, AuditKafka
 from txbroker.spark.facts.bounds import chunks, held, read_target
 from txbroker.spark.facts.messages import JSON_OPTIONS
-from txbroker.spark.facts.topics import TopicReader, in_words
+from txbroker.spark.facts.topics import in_words
 from txbroker.spark.judge.kinds import Kind
 from txbroker.spark.rows.compared import (
     Compared,
     findings,
     kept,
     of_relay,
+    on_disk,
     place,
     tally,
     write_rows,
 )
 from txbroker.spark.schema import TopicRead
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
 
 KINDS = (
     Kind("extra", "Without a row", "the last record of a key shows a row that is not there"),
@@ -59,6 +57,15 @@ PostgreSQL's transactions begin again after 2^32, and a server that was replaced
 others."""
 _XIDS = 1 << 32
 _POLL_S = 0.2
+
+
+def _polls(wait_s: float) -> Iterator[None]:
+    """Yield at once, and again and again for so long."""
+    until_s = time.monotonic() + wait_s
+    yield
+    while time.monotonic() <= until_s:
+        time.sleep(_POLL_S)
+        yield
 
 
 class KeyExample(Struct, frozen=True):
@@ -124,16 +131,17 @@ class StoredPosition:
 
     Args:
         topic: of positions.
-        key: of its records.
+        capture: the name of the capture.
 
     Attributes:
         known: the capture has started once: it has stored a position, or that it claims it.
     """
 
-    def __init__(self, access: AuditKafka, topic: str, key: str) -> None:
+    def __init__(self, access: AuditKafka, topic: str, capture: str) -> None:
         self._access = access
         self._topic = topic
-        self._key = key.encode()
+        self._capture = capture
+        self._key = f"{capture}/capture".encode()
         self._at = 0
         self._found: bytes | None = None
         self.known = False
@@ -161,6 +169,31 @@ class StoredPosition:
                 if record.key == self._key:
                     self._found = record.value
 
+    def await_all(self, place: str, reached: Callable[[bytes], bool], wait_s: float) -> None:
+        """Wait until all changes up to a place in the log are in Kafka.
+
+        Args:
+            reached: whether a position includes them.
+
+        Raises:
+            AuditError: they are not there in time, or the position is none of this database.
+        """
+        for _ in _polls(wait_s):
+            position = self.read()
+            try:
+                if position is not None and reached(position):
+                    return
+            except (ValueError, MsgspecError):
+                raise AuditError(
+                    f"the position of capture {self._capture} in Kafka is none of this database: "
+                    "another relay has this name, or the mapping names another database"
+                ) from None
+        raise AuditError(
+            f"capture {self._capture} has not delivered the changes up to {place} within "
+            f"{wait_s:g} s, so that its records would seem to be missing: start it, or give it "
+            "more time with --wait-s"
+        )
+
 
 def settled_reads(access: AuditKafka, topics: Iterable[str], wait_s: float) -> list[TopicRead]:
     """Return how far topics are read, after the transactions that are open now have ended: Kafka
@@ -171,8 +204,7 @@ def settled_reads(access: AuditKafka, topics: Iterable[str], wait_s: float) -> l
     """
     names = sorted(set(topics))
     before: list[TopicRead] = []
-    until_s = time.monotonic() + wait_s
-    while True:
+    for _ in _polls(wait_s):
         now = access.ends(names)
         for name in names:
             if name not in now or now[name].unread:
@@ -183,13 +215,11 @@ def settled_reads(access: AuditKafka, topics: Iterable[str], wait_s: float) -> l
         open_ = held(before, now)
         if not open_:
             return reads
-        if time.monotonic() > until_s:
-            raise AuditError(
-                f"{', '.join(open_)} ends in a Kafka transaction that has been open for {wait_s:g} "
-                "s and hides later records: end it (`kafka-transactions.sh find-hanging`), and run "
-                "the audit again"
-            )
-        time.sleep(_POLL_S)
+    raise AuditError(
+        f"{', '.join(open_)} ends in a Kafka transaction that has been open for {wait_s:g} s and "
+        "hides later records: end it (`kafka-transactions.sh find-hanging`), and run the audit "
+        "again"
+    )
 
 
 # --- rows --------------------------------------------------------------------------------------
@@ -244,51 +274,39 @@ def audit_capture(
     Raises:
         AuditError: Kafka does not answer.
     """
-    from pyspark import StorageLevel
-
-    by_topic = {read.topic: read for read in reads}
-    lost = {name for name, read in by_topic.items() if any(read.starts)}
-    changes, count = kept(
-        TopicReader(spark, access), access, reads, lambda found: _changes(found, audit)
-    )
-    with in_words():
+    lost = {read.topic for read in reads if any(read.starts)}
+    rows = spark.read.schema(", ".join(f"`{name}` {kind}" for name, kind in _ROWS.items()))
+    with (
+        kept(spark, access, reads, partial(_changes, audit=audit)) as (changes, count),
+        in_words(),
+    ):
         known = changes.where("number IS NOT NULL AND `table` IS NOT NULL")
         placed, truncated = _truncated(known)
-        rows = spark.read.schema(", ".join(f"`{name}` {kind}" for name, kind in _ROWS.items()))
-        judged = _judged(
-            _last(known.where("key IS NOT NULL")),
-            rows.parquet(str(audit.folder)),
-            audit,
-            truncated,
-            lost,
-        ).persist(StorageLevel.DISK_ONLY)
-        try:
+        both = _joined(_last(known.where("key IS NOT NULL")), rows.parquet(str(audit.folder)))
+        with on_disk(_judged(both, audit, truncated, lost)) as judged:
             found = tally(judged, KINDS, ["table", "key"])
-            return CaptureSummary(
-                capture=audit.name,
-                place=audit.place.text,
-                share=audit.terms.share,
-                rows=audit.rows,
-                records=count,
-                drift=found.drift,
-                set_aside=count - placed,
-                **{name: found.apart[name] for name in _APART},
-                unread=audit.refused,
-                unjudged=_unjudged(audit.tables, lost),
-                examples=tuple(
-                    KeyExample(
-                        row["table"],
-                        bytes(row["key"]).decode(errors="replace"),
-                        tuple(row["findings"]),
-                        tuple(row["columns"] or ()),
-                        row["place"] or "",
-                    )
-                    for row in found.examples
-                ),
+    return CaptureSummary(
+        capture=audit.name,
+        place=audit.place.text,
+        share=audit.terms.share,
+        rows=audit.rows,
+        records=count,
+        drift=found.drift,
+        set_aside=count - placed,
+        **{name: found.apart[name] for name in _APART},
+        unread=audit.refused,
+        unjudged=_unjudged(audit.tables, lost),
+        examples=tuple(
+            KeyExample(
+                row["table"],
+                bytes(row["key"]).decode(errors="replace"),
+                tuple(row["findings"]),
+                tuple(row["columns"] or ()),
+                row["place"] or "",
             )
-        finally:
-            judged.unpersist()
-            changes.unpersist()
+            for row in found.examples
+        ),
+    )
 
 
 def _unjudged(tables: Sequence[AuditedTable], lost: Iterable[str]) -> dict[str, str]:
@@ -318,48 +336,38 @@ def _changes(records: DataFrame, audit: CaptureAudit) -> DataFrame:
     """Return the capture's records of changes that the rows show: table, key and value; the number
     of the transaction in its domain, and of the change in it. Those that cannot be placed have
     nulls there; of the share's keys alone."""
-    from pyspark.sql import functions as F
-
     col = F.col
     value = col("value").cast("string")
     parts = F.split("id", "[-@/]")
 
     def part(index: int) -> Column:
-        return F.get(parts, F.lit(index))
+        return F.get(parts, index)
 
     if audit.place.snapshot:
-        written = col("id").rlike(
-            r"\A[0-7]?[0-9A-F]{1,7}/[0-9A-F]{1,8}@[0-9]{1,15}/[0-9]{1,9}(/|\z)"
-        )
+        place_in_log = "[0-7]?[0-9A-F]{1,7}/[0-9A-F]{1,8}"
         halves = [F.conv(part(index), 16, 10).cast("bigint") for index in (0, 1)]
         domain, number, rest = F.lit(0), halves[0] * F.lit(_XIDS) + halves[1], 2
     else:
-        written = col("id").rlike(
-            r"\A[0-9]{1,9}-[0-9]{1,10}-[0-9]{1,18}@[0-9]{1,15}/[0-9]{1,9}(/|\z)"
-        )
+        place_in_log = "[0-9]{1,9}-[0-9]{1,10}-[0-9]{1,18}"
         domain, number, rest = part(0).try_cast("int"), part(2).try_cast("bigint"), 3
-    sampled = F.lit(True)
+    written = col("id").rlike(rf"\A{place_in_log}@[0-9]{{1,15}}/[0-9]{{1,9}}(/|\z)")
+    ours = of_relay(records, audit.name)
     if audit.terms.share < 1:
-        sampled = F.coalesce(
-            F.crc32("key") % _SHARES < F.lit(audit.terms.share * _SHARES), F.lit(True)
-        )
-    placed = (
-        of_relay(records, audit.name)
-        .where(sampled)
-        .select(
-            _table(audit.tables, value).alias("table"),
-            *("key", "value", "topic", "partition", "offset", "at_ms"),
-            F.when(written, domain).alias("domain"),
-            F.when(written, number).alias("number"),
-            F.when(written, part(rest).try_cast("bigint")).alias("mark_ms"),
-            F.when(written, part(rest + 1).try_cast("int")).alias("change"),
-        )
+        bucket = F.pmod(F.crc32("key"), _SHARES)
+        ours = ours.where(F.coalesce(bucket < audit.terms.share * _SHARES, F.lit(True)))
+    placed = ours.select(
+        _table(audit.tables, value).alias("table"),
+        *("key", "value", "topic", "partition", "offset", "at_ms"),
+        F.when(written, domain).alias("domain"),
+        F.when(written, number).alias("number"),
+        F.when(written, part(rest).try_cast("bigint")).alias("mark_ms"),
+        F.when(written, part(rest + 1).try_cast("int")).alias("change"),
     )
     old = col("mark_ms") < audit.place.at_ms - _DAY_MS
-    xid = F.when(~old, F.get_json_object(value, "$.source.xid").try_cast("bigint"))
+    xid = F.when(~old, F.get_json_object(value, F.lit("$.source.xid")).try_cast("bigint"))
     return (
         placed.withColumn("xid", xid)
-        .where(F.col("number").isNull() | old | is_shown(audit.place))
+        .where(col("number").isNull() | old | is_shown(audit.place))
         .drop("xid")
         .withColumn("unnamed", F.lit(bool(audit.place.snapshot)) & xid.isNull())
     )
@@ -367,10 +375,9 @@ def _changes(records: DataFrame, audit: CaptureAudit) -> DataFrame:
 
 def _table(tables: Sequence[AuditedTable], value: Column) -> Column:
     """Return the name of the table that a record is of, null if it is of none."""
-    from pyspark.sql import functions as F
-
-    schema = F.get_json_object(value, "$.source.schema")
-    table = F.get_json_object(value, "$.source.table")
+    schema, table = (
+        F.get_json_object(value, F.lit(f"$.source.{name}")) for name in ("schema", "table")
+    )
     found = F.lit(None).cast("string")
     for each in tables:
         here = F.col("topic") == each.topic
@@ -382,8 +389,6 @@ def _table(tables: Sequence[AuditedTable], value: Column) -> Column:
 
 def is_shown(place: LogPlace) -> Column:
     """Return whether the rows show a change; see `relay/capture/snapshots/`."""
-    from pyspark.sql import functions as F
-
     domain, number = F.col("domain"), F.col("number")
     ends = [(domain == each) & (number <= end) for each, end in place.ends.items()]
     shown = reduce(lambda one, other: one | other, ends, F.lit(False))
@@ -397,8 +402,6 @@ def is_shown(place: LogPlace) -> Column:
 
 def _last(changes: DataFrame) -> DataFrame:
     """Return the last record of each key, and whether an earlier record is of a later change."""
-    from pyspark.sql import functions as F
-
     last = F.struct(
         *("value", "domain", "number", "change", "mark_ms", "unnamed", "at_ms"),
         place().alias("place"),
@@ -427,8 +430,6 @@ def _last(changes: DataFrame) -> DataFrame:
 def _truncated(changes: DataFrame) -> tuple[int, Mapping[str, Any]]:
     """Return the number of records, and the newest one of a TRUNCATE of each table that has one: it
     has no key."""
-    from pyspark.sql import functions as F
-
     at = F.struct("mark_ms", "domain", "number", "change")
     newest = F.max(F.when(F.col("key").isNull(), at)).alias("newest")
     found = changes.groupBy("table").agg(F.count("*").alias("records"), newest).collect()
@@ -437,17 +438,10 @@ def _truncated(changes: DataFrame) -> tuple[int, Mapping[str, Any]]:
 
 
 def _judged(
-    last: DataFrame,
-    rows: DataFrame,
-    audit: CaptureAudit,
-    truncated: Mapping[str, Any],
-    lost: Iterable[str],
+    both: DataFrame, audit: CaptureAudit, truncated: Mapping[str, Any], lost: Iterable[str]
 ) -> DataFrame:
     """Return one row for each key: findings, why it is not judged, and the columns that differ."""
-    from pyspark.sql import functions as F
-
-    col = F.col
-    both = _joined(last, rows)
+    col, none = F.col, F.array().cast("array<string>")
     column = _of_table("string", {each.name: each.column for each in audit.tables})
     has_row, has_record = col("whole").isNotNull(), col("recorded").isNotNull()
     operation = col("record.operation")
@@ -456,10 +450,12 @@ def _judged(
     deleted = (
         F.coalesce(operation == "delete", F.lit(False)) & column.isNull()
         | col("value").isNull()
-        | _before(truncated)
+        | F.coalesce(
+            _of_table("boolean", {n: _before(at) for n, at in truncated.items()}), F.lit(False)
+        )
     )
     shown = has_record & ~deleted
-    unchanged = F.coalesce(col("record.unchanged"), F.array().cast("array<string>"))
+    unchanged = F.coalesce(col("record.unchanged"), none)
     columns = _differing(column, unchanged)
     # A null in a column that is the value alone is as a delete.
     empty = column.isNotNull() & has_row & col("shown").isNull()
@@ -485,7 +481,6 @@ def _judged(
         .when(tests["missing"] & ~has_record & F.lit(audit.terms.older_rows), "older")
     )
     partly = F.when(has_row & shown & (F.size(unchanged) > 0), "partly")
-    none = F.array().cast("array<string>")
     return both.select(
         *("table", "key", "place"),
         F.when(apart.isNull(), names).otherwise(none).alias("findings"),
@@ -496,8 +491,6 @@ def _judged(
 
 def _joined(last: DataFrame, rows: DataFrame) -> DataFrame:
     """Return rows and last records by table and key, with the JSON of both."""
-    from pyspark.sql import functions as F
-
     envelope = "operation string, after map<string,string>, unchanged array<string>"
     record = F.from_json(F.col("value").cast("string"), envelope, JSON_OPTIONS)
     row = F.from_json(F.col("shown").cast("string"), "map<string,string>", JSON_OPTIONS)
@@ -514,8 +507,6 @@ def _differing(column: Column, unchanged: Column) -> Column:
         column: the one that is the value alone, null where that is an envelope.
         unchanged: those that the record lacks.
     """
-    from pyspark.sql import functions as F
-
     row, after = F.col("row"), F.col("record.after")
     of_envelope = F.filter(
         F.map_keys(row),
@@ -530,26 +521,16 @@ def _differing(column: Column, unchanged: Column) -> Column:
 
 def _of_table(kind: str, values: Mapping[str, Any]) -> Column:
     """Return a value of a type by the table of a row."""
-    from pyspark.sql import functions as F
-
-    found = F.lit(None).cast(kind)
+    found: Column = F.lit(None).cast(kind)
     for name, value in values.items():
-        found = F.when(F.col("table") == name, F.lit(value).cast(kind)).otherwise(found)
+        found = F.when(F.col("table") == name, F.lit(value)).otherwise(found)
     return found
 
 
-def _before(truncated: Mapping[str, Any]) -> Column:
-    """Return whether a record is of a change before the last TRUNCATE of its table."""
-    from pyspark.sql import functions as F
-
-    found = F.lit(False)
-    for table, at in truncated.items():
-        number, change = F.col("number"), F.col("change")
-        order = (number < at["number"]) | (number == at["number"]) & (change < at["change"])
-        # Numbers of different domains have no order.
-        earlier = F.when(F.col("domain") == at["domain"], order).otherwise(
-            F.col("mark_ms") < at["mark_ms"]
-        )
-        earlier |= F.col("mark_ms") < at["mark_ms"] - _DAY_MS
-        found = F.when(F.col("table") == table, earlier).otherwise(found)
-    return F.coalesce(found, F.lit(False))
+def _before(at: Mapping[str, int]) -> Column:
+    """Return whether a record is of a change before a TRUNCATE."""
+    number, change, mark_ms = F.col("number"), F.col("change"), F.col("mark_ms")
+    order = (number < at["number"]) | (number == at["number"]) & (change < at["change"])
+    # Numbers of different domains have no order.
+    earlier = F.when(F.col("domain") == at["domain"], order).otherwise(mark_ms < at["mark_ms"])
+    return earlier | (mark_ms < at["mark_ms"] - _DAY_MS)

@@ -1,25 +1,26 @@
 """What the audits of an outbox and of a capture share: records of a relay, rows as Parquet, and
 the counts of what differs."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import Struct
+from py4j.protocol import Py4JJavaError
+from pyspark import StorageLevel
+from pyspark.errors import PySparkException
+from pyspark.sql import Column, DataFrame, Row, SparkSession
 
 from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER
+from txbroker.spark import expressions as F
 from txbroker.spark.access import AuditKafka
 from txbroker.spark.facts.bounds import OVERFLOW, find_far
 from txbroker.spark.facts.topics import TopicReader, in_words
 from txbroker.spark.judge.kinds import Kind
 from txbroker.spark.schema import TopicRead
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
 
 EXAMPLES_MAX = 20
 
@@ -46,49 +47,52 @@ class Compared(Struct, frozen=True, kw_only=True):
 
 def of_relay(records: DataFrame, relay: str) -> DataFrame:
     """Return the records that a relay or capture of a name has written, with `id`."""
-    from pyspark.sql import functions as F
-
-    headers = F.col("headers")
-    first, second = F.get(headers, F.lit(0)), F.get(headers, F.lit(1))
+    first, second = F.get("headers", 0), F.get("headers", 1)
     ours = (
-        (first.getField("key") == INSTALLATION_HEADER)
-        & (first.getField("value") == F.lit(relay.encode()))
-        & (second.getField("key") == ID_HEADER)
+        (first["key"] == INSTALLATION_HEADER)
+        & (first["value"] == F.lit(relay.encode()))
+        & (second["key"] == ID_HEADER)
     )
-    return records.where(ours).withColumn("id", second.getField("value").cast("string"))
+    return records.where(ours).withColumn("id", second["value"].cast("string"))
 
 
-def place() -> Any:
+def place() -> Column:
     """Return the column with the place of a record, as `topic-0@7`."""
-    from pyspark.sql import functions as F
-
     return F.concat_ws("", "topic", F.lit("-"), "partition", F.lit("@"), "offset")
 
 
+@contextmanager
+def on_disk(table: DataFrame) -> Iterator[DataFrame]:
+    """Keep the rows of a table on disk during the block, from their first use on."""
+    table.persist(StorageLevel.DISK_ONLY)
+    try:
+        yield table
+    finally:
+        table.unpersist()
+
+
+@contextmanager
 def kept(
-    reader: TopicReader,
+    spark: SparkSession,
     access: AuditKafka,
     reads: Sequence[TopicRead],
     facts: Callable[[DataFrame], DataFrame],
-) -> tuple[DataFrame, int]:
-    """Return the facts of the records of topics, kept on disk, and their number."""
-    from py4j.protocol import Py4JJavaError
-    from pyspark import StorageLevel
-    from pyspark.errors import PySparkException
-    from pyspark.sql import DataFrame
-
-    found = facts(reader.records(reads)).persist(StorageLevel.DISK_ONLY)
-    try:
-        with in_words():
-            return found, found.count()
-    except (Py4JJavaError, PySparkException) as error:
-        far = find_far(access, reads) if OVERFLOW in str(error) else {}
-        if not far:
-            raise
-    found.unpersist()
-    parts = [facts(records) for records in reader.around(reads, far)]
-    found = reduce(DataFrame.unionByName, parts).persist(StorageLevel.DISK_ONLY)
-    return found, found.count()
+) -> Iterator[tuple[DataFrame, int]]:
+    """Yield the facts of the records of topics, kept on disk during the block, and their number."""
+    reader = TopicReader(spark, access)
+    with ExitStack() as stack:
+        found = stack.enter_context(on_disk(facts(reader.records(reads))))
+        try:
+            with in_words():
+                count = found.count()
+        except (Py4JJavaError, PySparkException) as error:
+            far = find_far(access, reads) if OVERFLOW in str(error) else {}
+            if not far:
+                raise
+            parts = [facts(records) for records in reader.around(reads, far)]
+            found = stack.enter_context(on_disk(reduce(DataFrame.unionByName, parts)))
+            count = found.count()
+        yield found, count
 
 
 def write_rows(
@@ -97,7 +101,7 @@ def write_rows(
     """Write rows as a Parquet file, and return its path.
 
     Args:
-        columns: their types by name: those of Spark that `_TYPES` lists.
+        columns: their types by name: those of Spark that are listed below.
         pieces: rows, some at a time.
     """
     import pyarrow as pa
@@ -111,14 +115,9 @@ def write_rows(
     }
     schema = pa.schema([(name, types[kind]) for name, kind in columns.items()])
     with parquet.ParquetWriter(path, schema) as writer:
-        for piece in pieces:
-            if not piece:
-                continue
-            arrays = [
-                pa.array(values, kind)
-                for values, kind in zip(zip(*piece, strict=True), schema.types, strict=True)
-            ]
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+        for piece in filter(None, pieces):
+            arrays = map(pa.array, zip(*piece, strict=True), schema.types)
+            writer.write_table(pa.Table.from_arrays(list(arrays), schema=schema))
     return str(path)
 
 
@@ -133,7 +132,7 @@ class Tally(NamedTuple):
 
     drift: dict[str, int]
     apart: Counter[str]
-    examples: Sequence[Any]
+    examples: Sequence[Row]
 
 
 def tally(judged: DataFrame, kinds: Sequence[Kind], order: Sequence[str]) -> Tally:
@@ -143,8 +142,6 @@ def tally(judged: DataFrame, kinds: Sequence[Kind], order: Sequence[str]) -> Tal
     Args:
         order: columns of examples.
     """
-    from pyspark.sql import functions as F
-
     drift, apart = Counter[str](), Counter[str]()
     # One job: there are few different rows.
     for row in judged.groupBy("findings", "apart").count().collect():
@@ -157,8 +154,6 @@ def tally(judged: DataFrame, kinds: Sequence[Kind], order: Sequence[str]) -> Tal
     return Tally(ordered, apart, found)
 
 
-def findings(tests: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:
+def findings(tests: Mapping[str, Column], kinds: Sequence[Kind]) -> Column:
     """Return the column with the names of the tests that are true, the gravest first."""
-    from pyspark.sql import functions as F
-
     return F.array_compact(F.array(*[F.when(tests[kind.name], kind.name) for kind in kinds]))

@@ -5,24 +5,25 @@ marked before that time was visible below the ends, and a record below the ends 
 the rows were read, unless that was purged: relays purge rows that were finished `keep_s` ago.
 """
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from msgspec import Struct
+from pyspark.sql import Column, DataFrame, SparkSession
 
 from txbroker.databases.database import Database
 from txbroker.databases.dialect import SQLITE
 from txbroker.databases.outbox.table import OUTBOX, RELAY, outbox_tables
 from txbroker.databases.steps import Query, Steps
+from txbroker.spark import expressions as F
 from txbroker.spark.access import AuditKafka
 from txbroker.spark.facts.bounds import read_target
 from txbroker.spark.facts.messages import JSON_OPTIONS, body_hash, headers_hash
-from txbroker.spark.facts.topics import TopicReader, in_words
+from txbroker.spark.facts.topics import in_words
 from txbroker.spark.jdbc import JdbcTable, ranges
 from txbroker.spark.judge.kinds import Kind
 from txbroker.spark.judge.rows import kept_from_ms
@@ -31,14 +32,12 @@ from txbroker.spark.rows.compared import (
     findings,
     kept,
     of_relay,
+    on_disk,
     place,
     tally,
     write_rows,
 )
 from txbroker.spark.schema import TopicRead
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
 
 KINDS = (
     Kind("stray", "Visible without a row", "this relay's id, and the table has no such row"),
@@ -126,28 +125,20 @@ def audit_outbox(
         ConfigurationError: a table, right, driver or setting is missing or wrong.
         AuditError: Kafka does not answer.
     """
-    from pyspark import StorageLevel
-
     database.prepare(outbox_tables())
     with database.explained(tables=outbox_tables()):
         begun = database.apart(_begin(database))
-    ends = access.ends({*begun.topics, *topics})
-    reads = [read_target(topic, ends.get(topic), None) for topic in {*begun.topics, *topics}]
-    rows = _rows(spark, database, begun, folder)
-    keep = StorageLevel.DISK_ONLY
-    stray_after_ms = begun.now_ms - round(keep_s * 1000)
-    records, count = kept(
-        TopicReader(spark, access), access, reads, lambda found: relayed_facts(found, begun.relay)
-    )
-    with in_words():
-        rows = _digested(rows).persist(keep)
-        judged = _judged(records, rows, begun.now_ms, stray_after_ms, _judged_from(reads, begun))
-        judged = judged.persist(keep)
-        try:
-            return _summary(begun, rows, count, judged, reads)
-        finally:
-            for table in (judged, rows, records):
-                table.unpersist()
+    names = {*begun.topics, *topics}
+    ends = access.ends(names)
+    reads = [read_target(topic, ends.get(topic), None) for topic in names]
+    facts_of = partial(relayed_facts, relay=begun.relay)
+    with (
+        kept(spark, access, reads, facts_of) as (facts, count),
+        in_words(),
+        on_disk(_digested(_rows(spark, database, begun, folder))) as rows,
+        on_disk(_judged(facts, rows, begun.now_ms, keep_s, _judged_from(reads, begun))) as judged,
+    ):
+        return _summary(begun, rows, count, judged, reads)
 
 
 def _begin(database: Database) -> Steps[_Begun]:
@@ -166,15 +157,10 @@ def _begin(database: Database) -> Steps[_Begun]:
 def relayed_facts(records: DataFrame, relay: str) -> DataFrame:
     """Return the facts of the records that relays of a name have written: id, place, timestamp,
     whether that is the broker's, and the hashes of the body and of the user's headers."""
-    from pyspark.sql import functions as F
-
     users = F.slice("headers", 3, F.greatest(F.size("headers") - 2, F.lit(0)))
     return of_relay(records, relay).select(
-        "id",
+        *("id", "topic", "partition", "at_ms"),
         place().alias("place"),
-        "topic",
-        "partition",
-        "at_ms",
         (F.col("timestampType") == 1).alias("append_time"),
         body_hash(F.col("key"), F.col("value")).alias("body"),
         headers_hash(users).alias("headers"),
@@ -210,13 +196,11 @@ def _export(database: Database, folder: Path) -> str:
 
 def _digested(rows: DataFrame) -> DataFrame:
     """Return the rows with hashes in place of their messages; the newest of an id."""
-    from pyspark.sql import functions as F
-
     pairs = F.from_json("headers", "array<array<string>>", JSON_OPTIONS)
     entries = F.map_entries(F.from_json("headers", "map<string, string>", JSON_OPTIONS))
-    listed = F.transform(pairs, lambda pair: F.struct(F.get(pair, F.lit(0)), F.get(pair, F.lit(1))))
+    listed = F.transform(pairs, lambda pair: F.struct(F.get(pair, 0), F.get(pair, 1)))
     typed = "array<struct<key: string, value: string>>"
-    written = F.when(F.col("headers").startswith("{"), entries.cast(typed)).otherwise(
+    written = F.when(F.startswith("headers", F.lit("{")), entries.cast(typed)).otherwise(
         listed.cast(typed)
     )
     digests = rows.select(
@@ -244,18 +228,15 @@ _BASE64 = r'\A\s*\{\s*"base64"\s*:\s*"([A-Za-z0-9+/]*=*)"\s*\}\s*\z'
 def _binary(headers: Column, *, decoded: bool) -> Column:
     """Return headers as Kafka has them. A text that looks like bytes in base64 is only the same
     in SQL's JSON as these bytes are: one of both ways to read it is right."""
-    from pyspark.sql import functions as F
 
     def value(text: Column) -> Column:
-        coded = F.unbase64(F.regexp_extract(text, _BASE64, 1))
+        coded = F.unbase64(F.regexp_extract(text, F.lit(_BASE64), 1))
         plain = text.cast("binary")
         return F.when(text.rlike(_BASE64), coded).otherwise(plain) if decoded else plain
 
     return F.transform(
         headers,
-        lambda header: F.struct(
-            header.getField("key").alias("key"), value(header.getField("value")).alias("value")
-        ),
+        lambda each: F.struct(each["key"].alias("key"), value(each["value"]).alias("value")),
     )
 
 
@@ -287,12 +268,10 @@ def _judged(
     records: DataFrame,
     rows: DataFrame,
     now_ms: int,
-    stray_after_ms: int,
+    keep_s: float,
     judged_from: Mapping[str, JudgedFrom],
 ) -> DataFrame:
     """Return one row for each id: findings, why it is not judged, and places."""
-    from pyspark.sql import functions as F
-
     both = records.join(rows, "id", "full_outer")
     col = F.col
     differs = {
@@ -315,7 +294,7 @@ def _judged(
     visible, state = col("n") > 0, col("state")
     # An id begins with its time, unless another program drew it.
     id_ms = F.conv(F.substring("id", 1, 12), 16, 10).try_cast("bigint")
-    may_be_purged = F.least("at_ms", id_ms) <= stray_after_ms
+    may_be_purged = F.least("at_ms", id_ms) <= now_ms - round(keep_s * 1000)
     missing = (state == "GLOBAL_COMMIT") & ~visible
     tests = {
         "stray": state.isNull() & ~may_be_purged,
@@ -334,8 +313,6 @@ def _judged(
 
 def lateness(judged_from: Mapping[str, JudgedFrom], now_ms: int) -> Column:
     """Return whether a marked row without a record is `judged`, `young` or `gone`."""
-    from pyspark.sql import functions as F
-
     chain = F.when(F.col("changed_at") >= now_ms, "young")
     for topic, since in judged_from.items():
         here = F.col("topic") == topic
@@ -351,7 +328,6 @@ def lateness(judged_from: Mapping[str, JudgedFrom], now_ms: int) -> Column:
 def _summary(
     begun: _Begun, rows: DataFrame, records: int, judged: DataFrame, reads: Sequence[TopicRead]
 ) -> OutboxSummary:
-
     states = {row["state"]: row["count"] for row in rows.groupBy("state").count().collect()}
     found = tally(judged, KINDS, ["id"])
     return OutboxSummary(
