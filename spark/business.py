@@ -13,19 +13,22 @@ dedup window after that time is void. Transactions still open at the bounds are 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
+from py4j.protocol import Py4JJavaError
+from pyspark import StorageLevel
+from pyspark.errors import PySparkException
+from pyspark.sql import Column, DataFrame, SparkSession
 
 from txbroker.core.routing import make_id
 from txbroker.errors import ConfigurationError
-from txbroker.spark.jdbc import FETCH_ROWS, driver_class, ranges
+from txbroker.spark import expressions as F
+from txbroker.spark.facts.messages import id_partition, id_time_ms
+from txbroker.spark.jdbc import JdbcTable, driver_class, ranges
+from txbroker.spark.judge.horizon import of_partition
 from txbroker.spark.judge.kinds import BUSINESS_KINDS, NOT_VISIBLE
 from txbroker.spark.schema import Terms
-
-if TYPE_CHECKING:
-    from pyspark import StorageLevel
-    from pyspark.sql import Column, DataFrame, SparkSession
 
 MESSAGE_WITHOUT_ROW = "message_without_row"
 ROW_WITHOUT_MESSAGE = "row_without_message"
@@ -75,15 +78,15 @@ class BusinessTable(Struct, frozen=True):
 
 
 def compare(
-    spark: "SparkSession",
-    verdicts: "DataFrame",
+    spark: SparkSession,
+    verdicts: DataFrame,
     business: BusinessTable,
     terms: Terms,
     *,
-    keep: "Callable[[DataFrame, StorageLevel], DataFrame] | None" = None,
+    keep: Callable[[DataFrame, StorageLevel], DataFrame] | None = None,
     unknown_to_ms: Mapping[int, int] = {},
     half_partitions: int = 1,
-) -> tuple["DataFrame", dict[str, int]]:
+) -> tuple[DataFrame, dict[str, int]]:
     """Compare messages with rows; call it after the topics were read.
 
     Args:
@@ -101,12 +104,6 @@ def compare(
         (too young to judge), `rows_gone` (retention removed the evidence) and `rows_without_id`
         (null, or no transaction's id).
     """
-    from pyspark import StorageLevel
-    from pyspark.sql import DataFrame
-    from pyspark.sql import functions as F
-
-    from txbroker.spark.facts.messages import id_time_ms
-
     business.validate()
     rows = _rows(spark, business, half_partitions)
     rows = rows.groupBy("id").agg(F.count("*").alias("rows"))
@@ -138,13 +135,8 @@ def compare(
     return findings.withColumn("why", F.create_map(*meanings)[F.col("kind")]), counts
 
 
-def _kind(business: BusinessTable, terms: Terms, unknown_to_ms: Mapping[int, int]) -> "Column":
+def _kind(business: BusinessTable, terms: Terms, unknown_to_ms: Mapping[int, int]) -> Column:
     """Return the finding or count of a transaction and its rows; null: none."""
-    from pyspark.sql import functions as F
-
-    from txbroker.spark.facts.messages import id_partition
-    from txbroker.spark.judge.horizon import of_partition
-
     visible, state = F.col("visible"), F.col("state")
     ours = F.col("grp").isin(*business.groups) if business.groups else F.lit(True)
     decided_ms = F.coalesce("decided_ms", "id_ms")
@@ -181,10 +173,8 @@ def _counts(kinds: Sequence[Any]) -> dict[str, int]:
 # --- reading rows ----------------------------------------------------------------------------
 
 
-def _rows(spark: "SparkSession", business: BusinessTable, half_partitions: int) -> "DataFrame":
+def _rows(spark: SparkSession, business: BusinessTable, half_partitions: int) -> DataFrame:
     """Return the ids of all rows, one by one, as `id`."""
-    from pyspark.sql import functions as F
-
     with _readable(business):
         if business.source.startswith("jdbc:"):
             table = _jdbc(spark, business, half_partitions)
@@ -195,7 +185,7 @@ def _rows(spark: "SparkSession", business: BusinessTable, half_partitions: int) 
     return table.select(F.trim(table[business.id_column].cast("string")).alias("id"))
 
 
-def _column(table: "DataFrame", business: BusinessTable) -> str:
+def _column(table: DataFrame, business: BusinessTable) -> str:
     for name in table.columns:
         if name.lower() == business.id_column.lower():
             return name
@@ -205,29 +195,23 @@ def _column(table: "DataFrame", business: BusinessTable) -> str:
     )
 
 
-def _jdbc(spark: "SparkSession", business: BusinessTable, half_partitions: int) -> "DataFrame":
+def _jdbc(spark: SparkSession, business: BusinessTable, half_partitions: int) -> DataFrame:
     """Return a table of a database, read in `half_partitions` parts.
 
     Ids begin with their half partition, so ranges of ids are about equally large, and an index on
     the column helps.
     """
-    driver = driver_class(spark, business.source)
-    if not driver:
+    if not driver_class(spark, business.source):
         raise ConfigurationError(
             f"{business.shown} cannot be read: Spark has no JDBC driver for it; name the driver's "
             "package with --conf spark.jars.packages=GROUP:ARTIFACT:VERSION"
         )
-    options = {"fetchsize": str(FETCH_ROWS), "driver": driver}
-    if business.user:
-        options["user"] = business.user
-    if business.password:
-        options["password"] = business.password
-    reader = spark.read.options(**options)
-    name = _column(reader.jdbc(business.source, business.table), business)
+    login = {"user": business.user, "password": business.password}
+    table = JdbcTable(business.source, business.table, login)
+    name = _column(table.rows(spark), business)
     jvm: Any = spark.sparkContext._jvm
     quoted = jvm.org.apache.spark.sql.jdbc.JdbcDialects.get(business.source).quoteIdentifier(name)
-    predicates = id_ranges(quoted, half_partitions)
-    return reader.jdbc(business.source, business.table, predicates=predicates)
+    return table.rows(spark, id_ranges(quoted, half_partitions))
 
 
 def id_ranges(column: str, half_partitions: int) -> list[str]:
@@ -241,9 +225,6 @@ def id_ranges(column: str, half_partitions: int) -> list[str]:
 @contextmanager
 def _readable(business: BusinessTable) -> Iterator[None]:
     """Turn errors of Spark and of a driver into a `ConfigurationError`."""
-    from py4j.protocol import Py4JJavaError
-    from pyspark.errors import PySparkException
-
     try:
         yield
     except (PySparkException, Py4JJavaError) as error:

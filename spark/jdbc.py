@@ -15,7 +15,7 @@ from txbroker.errors import ConfigurationError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-FETCH_ROWS = 10_000
+_FETCH_ROWS = 10_000
 """Rows that a database returns at a time: the drivers' default is ten, or all of them."""
 _PACKAGES = {
     "postgresql": "org.postgresql:postgresql:42.7.7",
@@ -33,7 +33,7 @@ class JdbcTable(Struct, frozen=True):
 
     Attributes:
         url: in the form of the driver.
-        options: of the connection; may hold a password.
+        options: of the connection; may hold a password. Empty ones are left out.
     """
 
     url: str
@@ -53,17 +53,17 @@ class JdbcTable(Struct, frozen=True):
             url, options = of_kind(session.connection)
         finally:
             session.close()
-        return cls(url, table, {name: value for name, value in options.items() if value})
+        return cls(url, table, options)
 
-    def read(self, spark: SparkSession, columns: Sequence[str], predicates: list[str]) -> DataFrame:
-        """Return columns of the rows, one task for each condition in SQL."""
+    def rows(self, spark: SparkSession, predicates: Sequence[str] = ("1 = 1",)) -> DataFrame:
+        """Return the rows, read by one task for each condition in SQL."""
         options = {
             "driver": driver_class(spark, self.url),
-            "fetchsize": str(FETCH_ROWS),
-            **self.options,
+            "fetchsize": str(_FETCH_ROWS),
+            **{name: value for name, value in self.options.items() if value},
         }
         reader = spark.read.options(**options)
-        return reader.jdbc(self.url, self.table, predicates=predicates).select(*columns)
+        return reader.jdbc(self.url, self.table, predicates=list(predicates))
 
 
 def _postgresql(connection: Any) -> tuple[str, Mapping[str, str]]:

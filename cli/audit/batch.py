@@ -14,7 +14,7 @@ from txbroker.cli.run import CommandFailed, usage_errors
 from txbroker.config.settings import Settings
 from txbroker.errors import TxbrokerError
 from txbroker.spark.launch.failures import in_words
-from txbroker.spark.session import BRIEF_MAX, SparkSettings, require_pyspark
+from txbroker.spark.session import BRIEF_MAX, SparkSettings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -96,7 +96,6 @@ def run_all(
     from txbroker.spark.journal import Journal
     from txbroker.spark.storage.folder import data_folder
 
-    require_pyspark()
     failures: list[str] = []
 
     @contextmanager

@@ -414,7 +414,7 @@ def ack_command(
     from txbroker.cli.audit.run import journal_of, local_driver
 
     asked = {name: options.pop(name) for name in ("group", "until", "why", "by", "remove")}
-    spark = local_driver(options)
+    spark = local_driver(options, optional=True)
     with journal_of(settings_from(config, options), spark) as journal:
         if listed:
             acknowledge.show(journal, what, asked, output)
@@ -507,7 +507,7 @@ def explain_command(
     from txbroker.cli.audit.explain import show_explanation
     from txbroker.cli.audit.run import local_driver
 
-    spark = local_driver(options)
+    spark = local_driver(options, optional=True)
     show_explanation(settings_from(config, options), spark, out, id, output)
 
 
@@ -533,7 +533,7 @@ def show_command(
     from txbroker.cli.audit.output import show_run, show_runs
     from txbroker.cli.audit.run import journal_of, local_driver
 
-    spark = local_driver(options)
+    spark = local_driver(options, optional=True)
     with journal_of(settings_from(config, options), spark) as journal:
         if run is None:
             show_runs(journal.runs(limit), output, f"There is no run yet in {journal.path}.")

@@ -16,7 +16,7 @@ from txbroker.cli.options import Moment
 from txbroker.cli.run import CommandFailed
 from txbroker.config.settings import ENV_PREFIX, SECRET_SETTINGS, Settings
 from txbroker.errors import needs
-from txbroker.spark.session import SparkSettings, spark_session
+from txbroker.spark.session import SparkSettings, require_pyspark, spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -34,8 +34,13 @@ _SPARKS_OWN = frozenset({"master", "deploy_mode", "conf", "config"})
 """Options for `spark-submit`, or resolved here; not passed on to the cluster."""
 
 
-def spark_settings(options: dict[str, Any]) -> tuple[SparkSettings, str]:
-    """Remove Spark's options from `options`; return them and the deploy mode."""
+def spark_settings(options: dict[str, Any], *, optional: bool = False) -> tuple[SparkSettings, str]:
+    """Remove Spark's options from `options`; return them and the deploy mode.
+
+    `optional`: the command may not need Spark; others are refused without pyspark.
+    """
+    if not optional:
+        require_pyspark()
     conf = dict(_setting(text) for text in options.pop("conf"))
     settings = SparkSettings(options.pop("master"), conf, options.pop("verbose"))
     where = options.pop("deploy_mode")
@@ -44,9 +49,9 @@ def spark_settings(options: dict[str, Any]) -> tuple[SparkSettings, str]:
     return settings, where
 
 
-def local_driver(options: dict[str, Any]) -> SparkSettings:
+def local_driver(options: dict[str, Any], *, optional: bool = False) -> SparkSettings:
     """Remove Spark's options from `options`, and return them for a driver on this machine."""
-    settings, where = spark_settings(options)
+    settings, where = spark_settings(options, optional=optional)
     if where == "cluster":
         raise click.UsageError("this command needs this machine: leave --deploy-mode out")
     return settings

@@ -178,7 +178,7 @@ def _rows(spark: SparkSession, database: Database, begun: _Begun, folder: Path) 
     tasks = max(1, min(_TASKS_MAX, (last - first) // _TASK_POSITIONS))
     bounds = [str(first + (last - first) * number // tasks) for number in range(1, tasks)]
     table = JdbcTable.of(database, OUTBOX)
-    return table.read(spark, list(_COLUMNS), ranges("position", bounds))
+    return table.rows(spark, ranges("position", bounds)).select(*_COLUMNS)
 
 
 def _export(database: Database, folder: Path) -> str:
