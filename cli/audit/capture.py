@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 import click
 
-from txbroker.cli.audit.compared import end_with as end_with
 from txbroker.cli.audit.run import started
 from txbroker.cli.run import CommandFailed, usage_errors
 from txbroker.config.settings import Settings

@@ -29,6 +29,7 @@ AUDIT_SETTINGS = (*KAFKA_SETTINGS, "data_dir", "topic_prefix", "dedup_window_s")
 RUNS_SHOWN = 20
 ROWS_SHOWN = 1000
 LAST = "last"
+SECONDS_MAX = 1e9
 
 
 @click.group("audit", cls=SuggestingGroup)
@@ -68,9 +69,15 @@ _SPARK_OPTIONS: Callable[[F], F] = with_options(
 )
 
 
+def _positive(_context: click.Context, option: click.Parameter, value: float) -> float:
+    if not 0 < value <= SECONDS_MAX:  # also refuses NaN
+        raise click.UsageError(f"{option.opts[0]} {value:g}: expected more than 0, at most 1e9")
+    return value
+
+
 def _seconds(name: str, default: float, text: str) -> Callable[[F], F]:
-    kind: dict[str, Any] = {"type": float, "default": default, "metavar": "SECONDS"}
-    return env_option(name, text, section="Judgement", brief=True, **kind)
+    shown: dict[str, Any] = {"section": "Judgement", "brief": True, "metavar": "SECONDS"}
+    return env_option(name, text, type=float, default=default, callback=_positive, **shown)
 
 
 _AGE_OPTIONS: Callable[[F], F] = with_options(
@@ -265,6 +272,7 @@ def stream_command(
     config: Path | None,
     checkpoint: str | None,
     since: int | None,
+    every_s: float,
     **options: Any,
 ) -> None:
     """Audit transactions continuously, until SIGINT or SIGTERM.
@@ -274,8 +282,7 @@ def stream_command(
     from txbroker.cli.audit import run as audits
 
     spark, where = audits.spark_settings(options)
-    every_s, ages_ms = audits.seconds(options, "every_s"), audits.age_limits(options)
-    settings = settings_from(config, options)
+    ages_ms, settings = audits.age_limits(options), settings_from(config, options)
     if where == "cluster":
         context.exit(audits.send_to_cluster(spark, settings, context))
     audits.follow(
@@ -306,6 +313,7 @@ def outbox_command(
     /,
     url: str,
     config: Path | None,
+    keep_s: float,
     topics: tuple[str, ...],
     output: str,
     **options: Any,
@@ -317,9 +325,10 @@ def outbox_command(
     committed row.
     """
     from txbroker.cli.audit import run as audits
-    from txbroker.cli.audit.outbox import end_with, run_outbox
+    from txbroker.cli.audit.compared import end_with
+    from txbroker.cli.audit.outbox import run_outbox
 
-    spark, keep_s = audits.local_driver(options), audits.seconds(options, "keep_s")
+    spark = audits.local_driver(options)
     summary = run_outbox(settings_from(config, options), spark, url, keep_s, topics)
     end_with(context, summary, output)
 
@@ -358,6 +367,7 @@ def capture_command(
     tables: tuple[str, ...],
     sample: float,
     older_rows: bool,
+    wait_s: float,
     output: str,
     **options: Any,
 ) -> None:
@@ -368,13 +378,14 @@ def capture_command(
     there is no result, or a table could not be compared.
     """
     from txbroker.cli.audit import run as audits
-    from txbroker.cli.audit.capture import end_with, opened, run_capture
+    from txbroker.cli.audit.capture import opened, run_capture
+    from txbroker.cli.audit.compared import end_with
 
     capture = opened(file)
     mapping = capture.mapping
     options["kafka"] = options["kafka"] or mapping.kafka or None
     options["topic_prefix"] = options["topic_prefix"] or mapping.topic_prefix
-    terms = {"share": sample, "older_rows": older_rows, "wait_s": audits.seconds(options, "wait_s")}
+    terms = {"share": sample, "older_rows": older_rows, "wait_s": wait_s}
     spark = audits.local_driver(options)
     summary = run_capture(settings_from(config, options), spark, capture, tables, **terms)
     end_with(context, summary, output)
@@ -411,11 +422,11 @@ def ack_command(
     --data-dir is a URI.
     """
     from txbroker.cli.audit import acknowledge
-    from txbroker.cli.audit.run import journal_of, local_driver
+    from txbroker.cli.audit import run as audits
 
     asked = {name: options.pop(name) for name in ("group", "until", "why", "by", "remove")}
-    spark = local_driver(options, optional=True)
-    with journal_of(settings_from(config, options), spark) as journal:
+    spark = audits.local_driver(options, optional=True)
+    with audits.journal_of(settings_from(config, options), spark) as journal:
         if listed:
             acknowledge.show(journal, what, asked, output)
         else:
@@ -504,10 +515,10 @@ def explain_command(
     have stored in a local folder, as Parquet. Works without Spark, unless --data-dir is a URI. Exit
     code 1: no run has stored anything of it.
     """
+    from txbroker.cli.audit import run as audits
     from txbroker.cli.audit.explain import show_explanation
-    from txbroker.cli.audit.run import local_driver
 
-    spark = local_driver(options, optional=True)
+    spark = audits.local_driver(options, optional=True)
     show_explanation(settings_from(config, options), spark, out, id, output)
 
 
@@ -530,11 +541,11 @@ def show_command(
 
     RUN is the name of a run, or `last`. Works without Spark, unless --data-dir is a URI.
     """
+    from txbroker.cli.audit import run as audits
     from txbroker.cli.audit.output import show_run, show_runs
-    from txbroker.cli.audit.run import journal_of, local_driver
 
-    spark = local_driver(options, optional=True)
-    with journal_of(settings_from(config, options), spark) as journal:
+    spark = audits.local_driver(options, optional=True)
+    with audits.journal_of(settings_from(config, options), spark) as journal:
         if run is None:
             show_runs(journal.runs(limit), output, f"There is no run yet in {journal.path}.")
             return

@@ -1,15 +1,17 @@
 """Shows the results of `txbroker audit outbox` and `capture`."""
 
-from collections.abc import Sequence
-
 import click
 import msgspec
 
-from txbroker.cli.audit.output import EXAMPLES_SHOWN, ONE
+from txbroker.cli.audit.output import (
+    EXAMPLES_SHOWN,
+    ONE,
+    count_row,
+    kinds_in_words,
+    show_parts,
+)
 from txbroker.cli.output import Row, TableColumn, printable, show_data, show_rows
 from txbroker.cli.run import DRIFT
-from txbroker.spark.judge.kinds import Kind
-from txbroker.spark.rows import capture, outbox
 from txbroker.spark.rows.capture import CaptureSummary
 from txbroker.spark.rows.outbox import OutboxSummary
 
@@ -68,52 +70,27 @@ def _show(summary: OutboxSummary | CaptureSummary, output: str) -> None:
     most = None if output == "wide" else EXAMPLES_SHOWN
     limits = {**summary.unread, **found.get("unjudged", {})}
     of_kind = _OF_OUTBOX if isinstance(summary, OutboxSummary) else _OF_CAPTURE
-    for rows, columns in (
-        (found["examples"][:most], of_kind),
-        ([{"what": what, "why": why} for what, why in limits.items()], _UNREAD),
-    ):
-        if rows:
-            print()
-            show_rows(rows, columns, output, "")
-
-
-def _kinds(summary: OutboxSummary | CaptureSummary) -> Sequence[Kind]:
-    return outbox.KINDS if isinstance(summary, OutboxSummary) else capture.KINDS
+    unread = [{"what": what, "why": why} for what, why in limits.items()]
+    show_parts([(found["examples"][:most], of_kind), (unread, _UNREAD)], output)
 
 
 def _counts(summary: OutboxSummary | CaptureSummary) -> list[Row]:
-    of_outbox = isinstance(summary, OutboxSummary)
-    rows = [
-        _row(what, count, _STATES.get(what, "") if of_outbox else "rows")
-        for what, count in summary.rows.items()
-    ]
+    rows = [count_row(*of, _STATES.get(of[0], "rows")) for of in summary.rows.items()]
     if summary.records:
-        rows.append(_row("records", summary.records, f"records of {_name(summary)}"))
+        rows.append(count_row("records", summary.records, f"records of {printable(summary.title)}"))
     apart = {name: getattr(summary, name, 0) for name in _APART}
-    rows += [_row(name, count, _APART[name]) for name, count in apart.items() if count]
-    meanings = {kind.name: kind.meaning for kind in _kinds(summary)}
-    return [*rows, *(_row(*of, meanings[of[0]], drift=True) for of in summary.drift.items())]
-
-
-def _row(what: str, count: int, means: str, *, drift: bool = False) -> Row:
-    return {"what": what, "count": count, "means": means, "drift": "yes" if drift else ""}
-
-
-def _name(summary: OutboxSummary | CaptureSummary) -> str:
-    if isinstance(summary, OutboxSummary):
-        return f"outbox {printable(summary.relay)}"
-    return f"capture {printable(summary.capture)}"
+    rows += [count_row(name, count, _APART[name]) for name, count in apart.items() if count]
+    meanings = {kind.name: kind.meaning for kind in summary.kinds}
+    return [*rows, *(count_row(*of, meanings[of[0]], "yes") for of in summary.drift.items())]
 
 
 def _in_words(summary: OutboxSummary | CaptureSummary) -> str:
     """Return a result in a sentence."""
-    name = _name(summary)
+    name = printable(summary.title)
     text = (
         f"{name[:1].upper()}{name[1:]}: {sum(summary.rows.values()):,} rows, "
         f"{summary.records:,} records."
     )
     if not summary.drift:
         return f"{text} No drift."
-    titles = {kind.name: kind.title for kind in _kinds(summary)}
-    kinds = ", ".join(f"{titles[kind]}: {count:,}" for kind, count in summary.drift.items())
-    return f"{text} Drift! {kinds}."
+    return f"{text} Drift! {kinds_in_words(summary.drift, summary.kinds)}."

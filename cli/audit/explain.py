@@ -6,8 +6,9 @@ import click
 import msgspec
 
 from txbroker.cli.audit.acknowledge import finding_id
+from txbroker.cli.audit.output import show_parts
 from txbroker.cli.audit.run import journal_of, output_folder
-from txbroker.cli.output import Row, TableColumn, clock, printable, show_data, show_rows
+from txbroker.cli.output import Row, TableColumn, clock, printable, show_data
 from txbroker.config.settings import Settings
 from txbroker.errors import needs
 from txbroker.spark.session import SparkSettings
@@ -50,13 +51,9 @@ def show_explanation(
         return
     for line in _heading(found):
         click.echo(printable(line))
-    if found.findings:
-        click.echo()
-        show_rows(found.findings, _FINDINGS, output, "")
     records = found.records if output == "wide" else found.records[:_RECORDS_SHOWN]
-    if records:
-        click.echo()
-        show_rows(msgspec.to_builtins(records), _RECORDS, output, "")
+    parts = [(found.findings, _FINDINGS), (msgspec.to_builtins(records), _RECORDS)]
+    show_parts(parts, output)
     if len(records) < len(found.records):
         left = len(found.records) - len(records)
         click.echo(f"There are {left:,} more records; -o wide shows all.", err=True)

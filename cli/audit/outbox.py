@@ -6,7 +6,6 @@ from pathlib import Path
 
 from msgspec import structs
 
-from txbroker.cli.audit.compared import end_with as end_with
 from txbroker.cli.audit.run import started
 from txbroker.cli.run import usage_errors
 from txbroker.config.settings import Settings

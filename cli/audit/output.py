@@ -1,6 +1,6 @@
 """The output of `txbroker audit`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
@@ -8,7 +8,7 @@ import msgspec
 
 from txbroker.cli.output import Row, TableColumn, clock, duration, printable, show_data, show_rows
 from txbroker.spark.checks import failed_of, limit_in_words, value_in_words
-from txbroker.spark.judge.kinds import ALL_KINDS
+from txbroker.spark.judge.kinds import ALL_KINDS, Kind
 from txbroker.spark.schema import Acknowledgement, CheckResult, Example, RunSummary
 
 STATES = {
@@ -24,7 +24,7 @@ STATES = {
 }
 """The meaning of the states, in the order of the output."""
 
-_KINDS = {kind.name: kind for kind in ALL_KINDS}
+_MEANINGS = {kind.name: kind.meaning for kind in ALL_KINDS}
 EXAMPLES_SHOWN = 10
 HELD_SHOWN = 5
 
@@ -107,15 +107,21 @@ def show_run(
     missing = [{"topic": topic, "transactions": n} for topic, n in run.missing_targets.items()]
     unread = [{"topic": topic, "why": why} for topic, why in run.unread_targets.items()]
     examples = [_example(example, acknowledged) for example in run.examples[:most]]
-    for rows, columns in (
+    parts = [
         ([_check(check) for check in run.checks], CHECKS),
         (examples, EXAMPLES),
         (missing, MISSING),
         (unread, UNREAD),
         (msgspec.to_builtins(run.set_aside[:most]), SET_ASIDE),
-    ):
+    ]
+    show_parts(parts, output)
+
+
+def show_parts(parts: Iterable[tuple[Sequence[Row], Sequence[TableColumn]]], output: str) -> None:
+    """Write the tables that have rows to stdout, each after an empty line."""
+    for rows, columns in parts:
         if rows:
-            print()
+            click.echo()
             show_rows(rows, columns, output, "")
 
 
@@ -141,23 +147,22 @@ def as_row(run: RunSummary) -> dict[str, Any]:
 def _counts(run: RunSummary) -> Iterator[Row]:
     known = [name for name in STATES if name in run.states]
     for name in (*known, *sorted(run.states.keys() - STATES.keys())):
-        yield _count(name, run.states[name], STATES.get(name, ""))
-    for name, count in sorted(run.drift.items(), key=_gravity):
-        meaning = _KINDS[name].meaning if name in _KINDS else ""
+        yield count_row(name, run.states[name], STATES.get(name, ""))
+    for name, count in _by_gravity(run.drift, ALL_KINDS):
         left = run.open_drift.get(name, 0)
         drift = "yes" if left == count else f"{left:,}" if left else "acknowledged"
-        yield {**_count(name, count, meaning), "drift": drift}
+        yield count_row(name, count, _MEANINGS.get(name, ""), drift)
     for name, count in run.business.items():
-        meaning = _KINDS[name].meaning if name in _KINDS else "business rows"
-        yield _count(name, count, meaning)
+        yield count_row(name, count, _MEANINGS.get(name, "business rows"))
     if run.quarantined:
-        yield _count("quarantined", run.quarantined, "unreadable records, set aside")
+        yield count_row("quarantined", run.quarantined, "unreadable records, set aside")
     for topic, count in run.taken.items():
-        yield _count("taken", count, f"offsets of {topic} that retention removed before any run")
+        yield count_row("taken", count, f"offsets of {topic} that retention removed before any run")
 
 
-def _count(what: str, count: int, means: str) -> Row:
-    return {"what": what, "count": count, "means": means, "drift": ""}
+def count_row(what: str, count: int, means: str, drift: str = "") -> Row:
+    """Return a row of a table with the columns `ONE`."""
+    return {"what": what, "count": count, "means": means, "drift": drift}
 
 
 def _example(example: Example, acknowledged: Sequence[Acknowledgement]) -> Row:
@@ -180,9 +185,10 @@ def _check(check: CheckResult) -> Row:
     }
 
 
-def _gravity(item: tuple[str, int]) -> int:
-    names = list(_KINDS)
-    return names.index(item[0]) if item[0] in names else len(names)
+def _by_gravity(drift: Mapping[str, int], kinds: Sequence[Kind]) -> list[tuple[str, int]]:
+    """Return the number of findings by kind, the gravest first, unknown kinds last."""
+    order = {kind.name: place for place, kind in enumerate(kinds)}
+    return sorted(drift.items(), key=lambda item: order.get(item[0], len(order)))
 
 
 def drift_in_words(run: RunSummary) -> str:
@@ -276,9 +282,10 @@ def unpublished_in_words(run: RunSummary) -> str:
     return f"Run {run.run} ({run.mode}) had not been published to the proxies: Drift! {kinds}."
 
 
-def kinds_in_words(drift: Mapping[str, int]) -> str:
+def kinds_in_words(drift: Mapping[str, int], kinds: Sequence[Kind] = ALL_KINDS) -> str:
     """Return the number of findings of each kind of drift, the gravest first."""
+    titles = {kind.name: kind.title for kind in kinds}
     return ", ".join(
-        printable(f"{_KINDS[name].title if name in _KINDS else name}: {count:,}")
-        for name, count in sorted(drift.items(), key=_gravity)
+        printable(f"{titles.get(name, name)}: {count:,}")
+        for name, count in _by_gravity(drift, kinds)
     )

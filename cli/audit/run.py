@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from txbroker.spark.schema import Terms, TopicNames
     from txbroker.spark.stream.stream import AuditStream
 
-SECONDS_MAX = 1e9
 KEEP_MIN_S = 300.0
 POLL_S = 1.0
 _SPARKS_OWN = frozenset({"master", "deploy_mode", "conf", "config"})
@@ -71,27 +70,17 @@ def _setting(text: str) -> tuple[str, str]:
     return name, value
 
 
-def seconds(options: dict[str, Any], name: str) -> float:
-    """Remove an option from `options`; return its value, positive and finite."""
-    value = float(options.pop(name))
-    if not 0 < value <= SECONDS_MAX:  # also refuses NaN
-        raise click.UsageError(
-            f"--{name.replace('_', '-')} {value:g}: expected more than 0, at most 1e9"
-        )
-    return value
-
-
 def age_limits(options: dict[str, Any]) -> dict[str, int]:
     """Remove the ages from `options`; return them in milliseconds, as `Terms` names them."""
-    late_s, lost_s = seconds(options, "late_after_s"), seconds(options, "lost_after_s")
+    names = ("late_after", "lost_after", "overdue_after")
+    ages_s = {name: options.pop(f"{name}_s") for name in names}
+    late_s, lost_s = ages_s["late_after"], ages_s["lost_after"]
     if late_s > lost_s:
         raise click.UsageError(
             f"--late-after-s {late_s:g} exceeds --lost-after-s {lost_s:g}: a transaction is late "
             "before it is lost"
         )
-    overdue_s = seconds(options, "overdue_after_s")
-    ages_s = {"late_after_ms": late_s, "lost_after_ms": lost_s, "overdue_after_ms": overdue_s}
-    return {name: round(age_s * 1000) for name, age_s in ages_s.items()}
+    return {f"{name}_ms": round(age_s * 1000) for name, age_s in ages_s.items()}
 
 
 @contextmanager

@@ -98,6 +98,7 @@ class CaptureSummary(Compared, frozen=True, kw_only=True):
         unjudged: findings that a table cannot have, each with the reason.
     """
 
+    kinds = KINDS
     capture: str
     place: str
     share: float = 1
@@ -107,6 +108,10 @@ class CaptureSummary(Compared, frozen=True, kw_only=True):
     set_aside: int = 0
     unjudged: dict[str, str]
     examples: tuple[KeyExample, ...] = ()
+
+    @property
+    def title(self) -> str:
+        return f"capture {self.capture}"
 
 
 class CaptureTerms(Struct, frozen=True):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from msgspec import Struct
 from py4j.protocol import Py4JJavaError
@@ -35,14 +35,21 @@ class Compared(Struct, frozen=True, kw_only=True):
         gone: rows whose record retention or compaction may have removed.
         young: what changed too shortly before the rows were read to be judged.
         unread: topics and tables that could not be compared, each with the reason.
+        kinds: every kind of finding, the gravest first.
     """
 
+    kinds: ClassVar[Sequence[Kind]]
     rows: dict[str, int]
     records: int
     drift: dict[str, int]
     gone: int = 0
     young: int = 0
     unread: dict[str, str] = {}
+
+    @property
+    def title(self) -> str:
+        """What was compared, with its name."""
+        raise NotImplementedError
 
 
 def of_relay(records: DataFrame, relay: str) -> DataFrame:

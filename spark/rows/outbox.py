@@ -90,9 +90,14 @@ class OutboxSummary(Compared, frozen=True, kw_only=True):
         young: rows that were marked during the audit, or may be hidden by an open transaction.
     """
 
+    kinds = KINDS
     relay: str
     purged: int = 0
     examples: tuple[RowExample, ...] = ()
+
+    @property
+    def title(self) -> str:
+        return f"outbox {self.relay}"
 
 
 class _Begun(NamedTuple):
