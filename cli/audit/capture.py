@@ -127,7 +127,7 @@ def _read_rows(
     rows = {}
     with open_snapshot(mapping, capture.database) as snapshot:
         of_rows = {
-            tables[place].name: why for place, why in snapshot.refused.items() if place in tables
+            tables[place].name: why for place, why in snapshot.refused().items() if place in tables
         }
         refused = {**refused, **of_rows}
         read = {place: each for place, each in tables.items() if each.name not in refused}

@@ -12,8 +12,9 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
-from txbroker.contract.captured import CapturedRow, LogPlace
+from txbroker.contract.captured import LogPlace
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.databases.mariadb import MariaDB
 from txbroker.databases.sessions import PlainSession
@@ -24,11 +25,9 @@ from txbroker.relay.capture.maria.binlog import gtids, includes, log_end
 from txbroker.relay.capture.maria.rows import shortest
 from txbroker.relay.capture.mariadb_setup import Column, TableName, columns_of
 from txbroker.relay.capture.snapshots.shown import (
-    FIRST_ROWS,
+    Columns,
     Convert,
-    captured_row,
-    rows_after,
-    unreadable,
+    RowSnapshot,
     without_primary_key,
 )
 
@@ -47,27 +46,6 @@ _PRIMARY = (
 )
 
 
-@contextmanager
-def open_snapshot(mapping: TableMappings, database: MariaDB) -> Iterator[MariaSnapshot]:
-    """Open a snapshot of the tables; see `shown.RowSnapshot`.
-
-    Raises:
-        ConfigurationError: a right is missing.
-        DatabaseUnavailable
-    """
-    try:
-        session = database.open_apart()
-        try:
-            for sql in _BEGIN:
-                session.execute(Query(sql))
-            place = run(_place(database), session.execute)
-            yield MariaSnapshot(session, mapping, place)
-        finally:
-            session.close()
-    except Exception as error:
-        raise unreadable(database, error) from error
-
-
 def _place(database: MariaDB) -> Steps[LogPlace]:
     file, position = yield from log_end("SESSION")
     found = yield Query(
@@ -84,26 +62,19 @@ def _place(database: MariaDB) -> Steps[LogPlace]:
     return LogPlace(text, ends, "", int(at_ms))
 
 
-class MariaSnapshot:
-    """The rows of the captured tables; see `shown.RowSnapshot`."""
+class MariaSnapshot(RowSnapshot):
+    """The rows of the captured tables."""
 
-    def __init__(self, session: PlainSession, mapping: TableMappings, place: LogPlace) -> None:
-        self.place = place
-        self.refused: dict[TableName, str] = {}
-        self._session = session
-        self._columns: dict[TableName, Sequence[Column]] = {}
-        for name, writer in mapping.writers.items():
-            self._columns[name] = run(columns_of(name), session.execute)
-            if why := self._why_not(name, writer):
-                self.refused[name] = why
+    def __init__(self, session: PlainSession, mapping: TableMappings, database: MariaDB) -> None:
+        super().__init__(session, mapping, _BEGIN)
+        self.place = run(_place(database), session.execute)
 
     def reached(self, position: bytes) -> bool:
-        """Return whether a position in Kafka includes all that the rows show."""
         return includes(position, self.place.text)
 
     def _why_not(self, name: TableName, writer: TableWriter) -> str:
         tables = self._session.execute(Query(_TABLE, name)).rows
-        if not (tables and self._columns[name]):
+        if not (tables and self._columns(name)):
             return "it is no table any more: correct the mapping"
         engine, kind = tables[0]
         if kind == "SYSTEM VERSIONED":
@@ -113,20 +84,19 @@ class MariaSnapshot:
         primary = [str(column) for (column,) in self._session.execute(Query(_PRIMARY, name)).rows]
         return without_primary_key(writer, primary)
 
-    def pieces(self, writer: TableWriter) -> Iterator[Sequence[CapturedRow]]:
-        """Yield the rows of a table."""
+    def _columns(self, name: TableName) -> Sequence[Column]:
+        return run(columns_of(name), self._session.execute)
+
+    @contextmanager
+    def _reading(self, writer: TableWriter) -> Iterator[tuple[Columns, Any]]:
         from pymysql.cursors import SSCursor
 
-        read = [(each.name, *_reading(each)) for each in self._columns[writer.schema, writer.table]]
-        columns = [(name, convert) for name, _, convert in read]
+        columns = self._columns((writer.schema, writer.table))
+        read = [(each.name, *_reading(each)) for each in columns]
         values = ", ".join(sql.format(_quoted(name)) for name, sql, _ in read)
         with self._session.connection.cursor(SSCursor) as cursor:
             cursor.execute(f"SELECT {values} FROM {_quoted(writer.schema)}.{_quoted(writer.table)}")
-            count = FIRST_ROWS
-            while rows := cursor.fetchmany(count):
-                piece = [captured_row(writer, columns, row) for row in rows]
-                yield piece
-                count = rows_after(piece)
+            yield [(name, convert) for name, _, convert in read], cursor.fetchmany
 
 
 def _quoted(name: str) -> str:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from txbroker.contract.captured import AuditedTable
-from txbroker.databases.database import Database
+from txbroker.databases.database import Database, DatabaseUnavailable
+from txbroker.databases.dialect import Fault
+from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.mapping import TableMappings
 from txbroker.relay.capture.snapshots.shown import RowSnapshot
 
 
-def open_snapshot(
-    mapping: TableMappings, database: Database
-) -> AbstractContextManager[RowSnapshot]:
-    """Return the rows of the tables at one moment, read in the block.
+@contextmanager
+def open_snapshot(mapping: TableMappings, database: Database) -> Iterator[RowSnapshot]:
+    """Yield the rows of the tables at one moment.
 
     Args:
         mapping: with keys.
@@ -24,13 +26,35 @@ def open_snapshot(
         ConfigurationError: a right is missing, or the server is a standby.
         DatabaseUnavailable
     """
-    opening: Any
+    kind: Any
     if database.dialect.name == "postgresql":
-        from txbroker.relay.capture.snapshots import postgres as opening
+        from txbroker.relay.capture.snapshots.postgres import PgSnapshot as kind
     else:
-        from txbroker.relay.capture.snapshots import mariadb as opening
-    found: AbstractContextManager[RowSnapshot] = opening.open_snapshot(mapping, database)
-    return found
+        from txbroker.relay.capture.snapshots.mariadb import MariaSnapshot as kind
+    try:
+        session = database.open_apart()
+        try:
+            yield kind(session, mapping, database)
+        finally:
+            session.close()
+    except Exception as error:
+        raise _unreadable(database, error) from error
+
+
+def _unreadable(database: Database, error: Exception) -> BaseException:
+    """Return the error to raise for one of reading rows."""
+    if not type(error).__module__.startswith(("psycopg", "pymysql")):
+        return error
+    text = " ".join(str(error).split())
+    if database.dialect.fault(error) is Fault.DENIED:
+        return ConfigurationError(
+            f"{database.name}: {text}: grant this user SELECT on each captured table, and all of "
+            "its rows"
+        )
+    return DatabaseUnavailable(
+        f"{database.name}: the rows cannot be read: {text}: start the database if it is down, and "
+        "run the audit again"
+    )
 
 
 def audited(mapping: TableMappings) -> tuple[dict[tuple[str, str], AuditedTable], dict[str, str]]:

@@ -17,11 +17,11 @@ is *inserted* counts: an asynchronous commit is visible before its record is flu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from txbroker.contract.captured import CapturedRow, LogPlace
+from txbroker.contract.captured import LogPlace
 from txbroker.databases.postgres import Postgres
 from txbroker.databases.sessions import PlainSession
 from txbroker.databases.steps import Query, one, run
@@ -29,17 +29,9 @@ from txbroker.errors import ConfigurationError
 from txbroker.relay.capture.envelope import TableWriter
 from txbroker.relay.capture.mapping import TableMappings
 from txbroker.relay.capture.pg import facts as pgfacts
-from txbroker.relay.capture.pg.facts import PgFacts
 from txbroker.relay.capture.pg.pgoutput import SESSION, converters, lsn_text, parse_lsn
 from txbroker.relay.capture.pg.position import decode
-from txbroker.relay.capture.snapshots.shown import (
-    FIRST_ROWS,
-    Convert,
-    captured_row,
-    rows_after,
-    unreadable,
-    without_primary_key,
-)
+from txbroker.relay.capture.snapshots.shown import Columns, RowSnapshot, without_primary_key
 
 _BEGIN = (
     *SESSION,
@@ -62,32 +54,6 @@ ORDER BY attnum
 _CURSOR = "txbroker_rows"
 
 
-@contextmanager
-def open_snapshot(mapping: TableMappings, database: Postgres) -> Iterator[PgSnapshot]:
-    """Open a snapshot of the tables; see `shown.RowSnapshot`.
-
-    Raises:
-        ConfigurationError: a right is missing, or the server is a standby.
-        DatabaseUnavailable
-    """
-    try:
-        session = database.open_apart()
-        try:
-            for sql in _BEGIN:
-                session.execute(Query(sql))
-            shown = session.execute(Query(_PLACE)).rows[0]
-            # An idle server flushes the end of the WAL only after some seconds, and sends nothing
-            # before that. A transaction that has a number and writes nothing wakes the WAL writer.
-            with suppress(Exception):  # a user may read only
-                database.apart(one(Query("SELECT pg_current_xact_id()")))
-            facts = run(pgfacts.read(mapping), session.execute)
-            yield PgSnapshot(session, mapping, facts, _place(database, *shown))
-        finally:
-            session.close()
-    except Exception as error:
-        raise unreadable(database, error) from error
-
-
 def _place(
     database: Postgres, snapshot: str, inserted: str, block_bytes: int, at_ms: int
 ) -> LogPlace:
@@ -102,58 +68,49 @@ def _place(
     return LogPlace(lsn_text(end), {0: end - 1}, snapshot, at_ms)
 
 
-class PgSnapshot:
-    """The rows of the captured tables; see `shown.RowSnapshot`."""
+class PgSnapshot(RowSnapshot):
+    """The rows of the captured tables."""
 
-    def __init__(
-        self, session: PlainSession, mapping: TableMappings, facts: PgFacts, place: LogPlace
-    ) -> None:
-        self.place = place
-        self.refused: dict[tuple[str, str], str] = {}
-        self._session = session
-        self._facts = facts
-        for name, writer in mapping.writers.items():
-            table = facts.tables.get(name)
-            if table is None or table.kind not in "rp":
-                self.refused[name] = "it is no table any more: correct the mapping"
-            elif why := without_primary_key(writer, table.primary):
-                self.refused[name] = why
+    def __init__(self, session: PlainSession, mapping: TableMappings, database: Postgres) -> None:
+        super().__init__(session, mapping, _BEGIN)
+        self.place = _place(database, *session.execute(Query(_PLACE)).rows[0])
+        # An idle server flushes the end of the WAL only after some seconds, and sends nothing
+        # before that. A transaction that has a number and writes nothing wakes the WAL writer.
+        with suppress(Exception):  # a user may read only
+            database.apart(one(Query("SELECT pg_current_xact_id()")))
+        self._facts = run(pgfacts.read(mapping), session.execute)
 
     def reached(self, position: bytes) -> bool:
-        """Return whether a position in Kafka includes all that the rows show."""
         return parse_lsn(decode(position).lsn) > self.place.ends[0]
 
-    def pieces(self, writer: TableWriter) -> Iterator[Sequence[CapturedRow]]:
-        """Yield the rows of a table."""
+    def _why_not(self, name: tuple[str, str], writer: TableWriter) -> str:
+        table = self._facts.tables.get(name)
+        if table is None or table.kind not in "rp":
+            return "it is no table any more: correct the mapping"
+        return without_primary_key(writer, table.primary)
+
+    @contextmanager
+    def _reading(self, writer: TableWriter) -> Iterator[tuple[Columns, Any]]:
         table = self._facts.tables[writer.schema, writer.table]
         columns = self._columns(table.oid)
         names = ", ".join(_quoted(name) for name, _ in columns)
         only = "" if table.kind == "p" else "ONLY "  # as in the publication
         place = f"{_quoted(writer.schema)}.{_quoted(writer.table)}"
-        connection = self._session.connection
-        with connection.cursor() as cursor:
+        with self._session.connection.cursor() as cursor:
             cursor.execute(
                 f"DECLARE {_CURSOR} NO SCROLL CURSOR FOR SELECT {names} FROM {only}{place}"
             )
-            count = FIRST_ROWS
-            while True:
+
+            def fetch(count: int) -> list[list[bytes | None]]:
                 cursor.execute(f"FETCH {count} FROM {_CURSOR}")
                 found = cursor.pgresult  # text, as the server writes it
-                if not found.ntuples:
-                    break
-                piece = [
-                    captured_row(
-                        writer,
-                        columns,
-                        [found.get_value(row, column) for column in range(len(columns))],
-                    )
-                    for row in range(found.ntuples)
-                ]
-                yield piece
-                count = rows_after(piece)
+                numbers = range(len(columns))
+                return [[found.get_value(row, n) for n in numbers] for row in range(found.ntuples)]
+
+            yield columns, fetch
             cursor.execute(f"CLOSE {_CURSOR}")
 
-    def _columns(self, oid: int) -> list[tuple[str, Convert]]:
+    def _columns(self, oid: int) -> Columns:
         """Return the columns that the server sends, as it does."""
         publication, server = self._facts.publication, self._facts.server
         generated = server.version >= pgfacts.SENDS_GENERATED and (
