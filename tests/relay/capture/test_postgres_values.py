@@ -13,7 +13,7 @@ import pytest
 
 from tests.kit.database_servers import PostgresServer
 from tests.kit.until import unique
-from tests.relay.capture.deliveries import read, rows_as_records
+from tests.relay.capture.deliveries import read, read_until, rows_as_records
 from tests.relay.capture.pg_world import PgWorld, captured, take
 from txbroker.databases.database import DatabaseUnavailable
 from txbroker.errors import ConfigurationError
@@ -144,7 +144,7 @@ async def test_values_of_every_type_are_those_of_the_database(pg: PgWorld) -> No
         read_now = rows_as_records(f'name = "{pg.mapping.name}"\ndatabase = "{pg.url}"', "typed")
         connection.execute("DELETE FROM public.typed")
         connection.commit()
-    got = await take(source)
+    got = (await read_until(source, 2 * count)).values
     for number, texts in enumerate(rows):
         expected = {
             f"c{n}": None if text is None else ASKED.get(each, TEXT)[1](text)
