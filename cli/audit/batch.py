@@ -47,6 +47,14 @@ class AuditRequest(NamedTuple):
     table_format: str | None
     report: Path | None
 
+    def of(self, settings: Settings, *, several: bool) -> "AuditRequest":
+        """Return the request of one installation, with its folder of tables and its report."""
+        out, report = output_folder(settings, self.out), self.report
+        if several:
+            out = f"{out.rstrip('/')}/{settings.topic_prefix}" if self.out else out
+            report = report and report.with_stem(f"{report.stem}-{settings.topic_prefix}")
+        return self._replace(out=out, report=report)
+
 
 def mode_of(options: dict[str, Any]) -> tuple[Any, "Part"]:
     """Remove the options that choose transactions from `options`; return mode and part."""
@@ -108,7 +116,7 @@ def run_all(
             failures.append(f"installation {settings.topic_prefix}: {error}")
 
     with ExitStack() as stack:
-        accepted: list[tuple[Settings, DataFolder]] = []
+        accepted: list[tuple[Settings, DataFolder, AuditRequest]] = []
         running, waiting = None, 0
         spark = structs.replace(spark, archives=True)
         if any(isinstance(settings.data_dir, str) for settings in each):
@@ -117,34 +125,34 @@ def run_all(
             with noted(settings):
                 folder = data_folder(settings.data_dir, running and running[0])
                 stack.enter_context(folder.alone())
-                journal = Journal(folder.journal)
+                journal, own = Journal(folder.journal), request.of(settings, several=several)
                 last = journal.last()
-                _check(settings, request, several, journal.series())
+                _check(settings, own, journal.series())
                 waiting += _backlog(settings, request.mode, last)
-                accepted.append((settings, folder))
+                accepted.append((settings, folder, own))
         if accepted and running is None:
             brief = structs.replace(spark, brief=waiting < BRIEF_MAX)
             running = stack.enter_context(started(brief))
-        for settings, folder in accepted:
+        for settings, folder, own in accepted:
             if several:
                 _notice(f"Installation {settings.topic_prefix}:")
             assert running is not None
             session, bar = running
             with noted(settings), in_words(None):
-                yield _run(session, bar.stage, settings, folder, request, several)
+                yield _run(session, bar.stage, settings, folder, own)
     if failures:
         raise CommandFailed("; ".join(failures))
 
 
-def _check(settings: Settings, request: AuditRequest, several: bool, series: str) -> None:
+def _check(settings: Settings, request: AuditRequest, series: str) -> None:
     from txbroker.spark.report.report import check_writable
     from txbroker.spark.tables.manifest import check_local
 
-    prefix = names_of(settings).prefix
     if request.report is not None:
-        check_writable(_report_of(settings, request.report, several))
+        check_writable(request.report)
     expected = None if request.mode == "full" else series
-    check_local(_out_of(settings, request, several), prefix, request.table_format, expected)
+    prefix = names_of(settings).prefix
+    check_local(str(request.out), prefix, request.table_format, expected)
 
 
 def _backlog(settings: Settings, mode: str, last: "RunSummary | None") -> int:
@@ -159,22 +167,12 @@ def _backlog(settings: Settings, mode: str, last: "RunSummary | None") -> int:
     return sum(now.ends) - sum(map(max, zip_longest(now.starts, reached, fillvalue=0)))
 
 
-def _out_of(settings: Settings, request: AuditRequest, several: bool) -> str:
-    out = output_folder(settings, request.out)
-    return f"{out.rstrip('/')}/{settings.topic_prefix}" if several and request.out else out
-
-
-def _report_of(settings: Settings, report: Path, several: bool) -> Path:
-    return report.with_stem(f"{report.stem}-{settings.topic_prefix}") if several else report
-
-
 def _run(
     session: "SparkSession",
     on_stage: Callable[[str], None],
     settings: Settings,
     folder: "DataFolder",
     request: AuditRequest,
-    several: bool,
 ) -> "AuditResult":
     """Audit an installation, publish the result to its proxies, write the report.
 
@@ -185,7 +183,7 @@ def _run(
     from txbroker.spark.journal import Journal
     from txbroker.spark.run import AuditSettings, run_audit
 
-    journal, out = Journal(folder.journal), _out_of(settings, request, several)
+    journal, out = Journal(folder.journal), str(request.out)
     audit = AuditSettings(
         out=out,
         data_dir=folder,
@@ -204,14 +202,7 @@ def _run(
         result = result._replace(unpublished=unpublished)
         if request.report is not None:
             on_stage("writing the report")
-            report_run(
-                session,
-                _report_of(settings, request.report, several),
-                summary,
-                journal,
-                settings,
-                out,
-            )
+            report_run(session, request.report, summary, journal, settings, out)
     except Exception as error:
         # The run is in the journal, so it counts.
         reason = str(error) if isinstance(error, TxbrokerError) else repr(error)
