@@ -16,7 +16,7 @@ from txbroker.core.routing import parse_id
 from txbroker.errors import ConfigurationError, TxbrokerError
 from txbroker.spark.journal import Journal
 from txbroker.spark.schema import TEXT_MAX, RunSummary, TopicNames
-from txbroker.spark.storage.local import local_path
+from txbroker.spark.storage.local import LocalStorage, local_path
 from txbroker.spark.tables.formats import MERGED
 from txbroker.spark.tables.layout import DRIFT, TRANSACTIONS, Table
 from txbroker.spark.tables.manifest import MANIFEST_FILE, manifest_of
@@ -107,17 +107,11 @@ def _opened(out: str, journal: Journal) -> "_Stored":
             f"audit explain reads a local folder, not {out}: query the tables `transactions` and "
             "`drift` with `txbroker audit sql`"
         )
-    try:
-        content = (folder / MANIFEST_FILE).read_bytes()
-    except FileNotFoundError:
-        raise ConfigurationError(
-            f"there are no tables in {out}: run `txbroker audit run` first"
-        ) from None
-    except OSError as error:
-        raise ConfigurationError(f"the output folder {out} cannot be read: {error}") from None
+    content = LocalStorage().read(f"{out}/{MANIFEST_FILE}")
     series = journal.series() if journal.exists else ""
     manifest = manifest_of(out, content, series=series)
-    assert manifest is not None
+    if manifest is None:
+        raise ConfigurationError(f"there are no tables in {out}: run `txbroker audit run` first")
     if manifest.format in MERGED:
         raise ConfigurationError(
             f"audit explain reads tables in Parquet, and those in {out} are of "

@@ -125,6 +125,11 @@ def _printable(value: object) -> object:
     return "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in str(value))
 
 
+def _width(read: TopicRead) -> int:
+    """Return how many offsets of a topic were read."""
+    return sum(max(0, end - begin) for begin, end in zip(read.begins, read.ends, strict=False))
+
+
 TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader(__package__ or ""),
     autoescape=True,
@@ -146,6 +151,7 @@ TEMPLATES.filters.update(
     scope=lambda mode: _SCOPES.get(mode, ""),
     state=lambda state: _STATES.get(state, state),
     total=lambda counts: sum(counts.values()),
+    width=_width,
 )
 TEMPLATES.globals.update(
     bar_height=bar_height,
@@ -398,20 +404,11 @@ def _set_aside(summary: RunSummary, broken: Sequence[BrokenRecord]) -> list[tupl
     ]  # fmt: skip
 
 
-class _ReadTopic(NamedTuple):
-    topic: str
-    ends: Sequence[int]
-    width: int
-    taken: int
-
-
 def _reads(bounds: SnapshotBounds) -> dict[str, Any]:
     reads = [
-        *zip(
-            ("half messages", "markers", "parked copies"),
-            (bounds.half, bounds.op, bounds.parked),
-            strict=True,
-        ),
+        ("half messages", bounds.half),
+        ("markers", bounds.op),
+        ("parked copies", bounds.parked),
         *(("target", read) for read in bounds.targets),
     ]
     partitions = [
@@ -419,11 +416,4 @@ def _reads(bounds: SnapshotBounds) -> dict[str, Any]:
         for _, read in reads
         for number, offsets in enumerate(zip(read.starts, read.begins, read.ends, strict=False))
     ]
-    topics = [
-        (role, _ReadTopic(read.topic, read.ends, _width(read), read.taken)) for role, read in reads
-    ]
-    return {"reads": topics, "partitions": partitions}
-
-
-def _width(read: TopicRead) -> int:
-    return sum(max(0, end - begin) for begin, end in zip(read.begins, read.ends, strict=False))
+    return {"reads": reads, "partitions": partitions}

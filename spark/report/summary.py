@@ -85,13 +85,14 @@ def add_up(verdicts: DataFrame, now_ms: int) -> VerdictTotals:
         if row["bucket"] is not None:
             ages[row["bucket"]] += row["n"]
     drift = {kind: found[kind] for kind in KIND_NAMES if kind in found}
+    counts = tuple(ages[number] for number in range(len(AGE_BOUNDS_MS) + 1))
     return VerdictTotals(
         transactions=states.total(),
         carried=sum(row["carried"] for row in rows),
         states=dict(sorted(states.items())),
         drift=drift,
         examples=_examples(verdicts, [*drift]),
-        pending_age=Histogram("pending", AGE_BOUNDS_MS, _filled(AGE_BOUNDS_MS, ages)),
+        pending_age=Histogram("pending", AGE_BOUNDS_MS, counts),
         oldest_undecided_ms=max(oldest, default=None),
         carried_ms=TimeSpan(
             min(row["first_ms"] for row in spans), max(row["last_ms"] for row in spans)
@@ -104,15 +105,7 @@ def add_up(verdicts: DataFrame, now_ms: int) -> VerdictTotals:
 
 def _bucket(value: Column, bounds_ms: Sequence[int]) -> Column:
     """Return the number of the bucket that a value belongs to, null for null."""
-    return sum(((value > bound).cast("int") for bound in bounds_ms[1:]), _over(value, bounds_ms[0]))
-
-
-def _over(value: Column, bound: int) -> Column:
-    return (value > bound).cast("int")
-
-
-def _filled(bounds_ms: Sequence[int], counts: Mapping[int, int]) -> tuple[int, ...]:
-    return tuple(counts.get(number, 0) for number in range(len(bounds_ms) + 1))
+    return sum(((value > bound).cast("int") for bound in bounds_ms), F.lit(0))
 
 
 # --- records that do not read ------------------------------------------------------------------
