@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pyspark.sql import Column, DataFrame, Window
-from pyspark.sql import functions as F
 
+from txbroker.spark import expressions as F
 from txbroker.spark.report.contents import (
     FINDINGS_A_KIND,
     HEALED_DAYS,

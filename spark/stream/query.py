@@ -13,9 +13,9 @@ from typing import Any
 import pandas as pd  # type: ignore[import-untyped]
 from msgspec import Struct
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 
+from txbroker.spark import expressions as F
 from txbroker.spark.facts.messages import (
     half_facts,
     op_facts,

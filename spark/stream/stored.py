@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 from pyspark.sql import DataFrame, Row, SparkSession
-from pyspark.sql import functions as F
 
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.tools.audit_results import KafkaDrift
+from txbroker.spark import expressions as F
 from txbroker.spark.access import AuditKafka
 from txbroker.spark.facts.bounds import far_offsets
 from txbroker.spark.judge.rows import ALWAYS, Horizon

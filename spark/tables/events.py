@@ -6,11 +6,11 @@ from datetime import UTC, datetime
 import msgspec
 from msgspec import Struct
 from pyspark.sql import DataFrame, Row
-from pyspark.sql import functions as F
 
 from txbroker.contract.drift import DriftEvent, DriftState
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.tools.audit_results import KafkaDrift
+from txbroker.spark import expressions as F
 from txbroker.spark.judge.kinds import ALL_KINDS
 from txbroker.spark.schema import TEXT_MAX, RunSummary
 

@@ -8,10 +8,10 @@ import zlib
 
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
 from pyspark.sql.types import StructField
 
 from txbroker.errors import ConfigurationError
+from txbroker.spark import expressions as F
 from txbroker.spark.launch.versions import series
 from txbroker.spark.session import has_class, setting
 from txbroker.spark.storage.storage import storage_of

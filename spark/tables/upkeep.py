@@ -10,9 +10,9 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 from pyspark.sql import SparkSession
-from pyspark.sql import functions as F
 
 from txbroker.errors import ConfigurationError
+from txbroker.spark import expressions as F
 from txbroker.spark.commit import settle
 from txbroker.spark.journal import Journal
 from txbroker.spark.storage.folder import DataFolder, data_folder
