@@ -2,10 +2,10 @@
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import click
 
@@ -29,8 +29,6 @@ from txbroker.spark.rows.capture import (
 from txbroker.spark.schema import TopicRead
 from txbroker.spark.session import SparkSettings
 
-_Tables: TypeAlias = dict[tuple[str, str], AuditedTable]
-
 
 def opened(file: Path) -> Capture:
     """Return the capture of a mapping file."""
@@ -48,9 +46,8 @@ def run_capture(
     """Audit a capture; see `read_capture`, and `CaptureTerms` for the terms."""
     with (
         read_capture(settings, capture, names, CaptureTerms(**terms)) as (audit, reads),
-        started(spark) as (session, bar),
+        started(spark, "comparing rows with records") as (session, _),
     ):
-        bar.stage("comparing rows with records")
         return audit_capture(session, access_from(settings), audit, reads)
 
 
@@ -79,28 +76,21 @@ def read_capture(
             f"topic {positions} has nothing of capture {mapping.name}: start it with `txbroker "
             "capture run`, or correct the name, --kafka or --topic-prefix"
         )
-    tables, refused = _chosen(mapping, names)
-    refused |= _without_topic(access, tables.values())
+    chosen = _chosen(mapping, names)
     with tempfile.TemporaryDirectory(prefix="txbroker-audit-") as folder:
-        audit, reached = _read_rows(capture, mapping, tables, refused, Path(folder), terms)
+        audit, reached = _read_rows(access, capture, mapping, chosen, Path(folder), terms)
         stored.await_all(audit.place.text, reached, terms.wait_s)
         yield audit, settled_reads(access, {each.topic for each in audit.tables}, terms.wait_s)
 
 
-def _chosen(mapping: TableMappings, names: Sequence[str]) -> tuple[_Tables, dict[str, str]]:
-    """Return the named tables, and why others of them are not compared."""
-    tables, refused = audited(mapping)
+def _chosen(mapping: TableMappings, names: Sequence[str]) -> set[str]:
     known = {f"{schema}.{table}" for schema, table in mapping.writers}
     if unknown := set(names) - known:
         raise click.UsageError(
             f"capture {mapping.name} has no table {', '.join(sorted(unknown))}: name some of "
             f"{', '.join(sorted(known))}"
         )
-    chosen = set(names) or known
-    return (
-        {place: each for place, each in tables.items() if each.name in chosen},
-        {name: why for name, why in refused.items() if name in chosen},
-    )
+    return set(names) or known
 
 
 def _without_topic(access: AuditKafka, tables: Iterable[AuditedTable]) -> dict[str, str]:
@@ -115,21 +105,22 @@ def _without_topic(access: AuditKafka, tables: Iterable[AuditedTable]) -> dict[s
 
 
 def _read_rows(
+    access: AuditKafka,
     capture: Capture,
     mapping: TableMappings,
-    tables: _Tables,
-    refused: Mapping[str, str],
+    chosen: set[str],
     folder: Path,
     terms: CaptureTerms,
 ) -> tuple[CaptureAudit, Callable[[bytes], bool]]:
     """Read the rows into a folder, all as of one moment; also return whether a position in Kafka
     includes all that they show."""
+    tables, why_not = audited(mapping)
+    tables = {place: each for place, each in tables.items() if each.name in chosen}
+    why_not |= _without_topic(access, tables.values())
     rows = {}
     with open_snapshot(mapping, capture.database) as snapshot:
-        of_rows = {
-            tables[place].name: why for place, why in snapshot.refused().items() if place in tables
-        }
-        refused = {**refused, **of_rows}
+        why_not = {".".join(place): why for place, why in snapshot.refused().items()} | why_not
+        refused = {name: why for name, why in why_not.items() if name in chosen}
         read = {place: each for place, each in tables.items() if each.name not in refused}
         if not read:
             reasons = "; ".join(f"table {name}: {why}" for name, why in refused.items())
@@ -137,5 +128,5 @@ def _read_rows(
         for number, (place, each) in enumerate(read.items()):
             pieces = snapshot.pieces(mapping.writers[place])
             rows[each.name] = export(folder / f"{number}.parquet", each, pieces, terms.share)
-        found = list(read.values()), rows, folder, snapshot.place, terms, dict(refused)
+        found = list(read.values()), rows, folder, snapshot.place, terms, refused
         return CaptureAudit(mapping.name, *found), snapshot.reached

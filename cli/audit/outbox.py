@@ -34,8 +34,7 @@ def run_outbox(
         spark = structs.replace(spark, conf={**spark.conf, _PACKAGES: packages})
     with (
         tempfile.TemporaryDirectory(prefix="txbroker-audit-") as folder,
-        started(spark) as (session, bar),
+        started(spark, "comparing rows with records") as (session, _),
     ):
-        bar.stage("comparing rows with records")
         access = access_from(settings)
         return audit_outbox(session, access, database, Path(folder), keep_s=keep_s, topics=topics)

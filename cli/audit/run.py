@@ -166,11 +166,16 @@ def session_of(settings: SparkSettings) -> Iterator[tuple["SparkSession", "Conso
 
 
 @contextmanager
-def started(settings: SparkSettings) -> Iterator[tuple["SparkSession", "SparkProgress"]]:
-    """Run Spark within the block as `session_of`, with its progress on stderr."""
+def started(
+    settings: SparkSettings, stage: str = ""
+) -> Iterator[tuple["SparkSession", "SparkProgress"]]:
+    """Run Spark within the block as `session_of`, with its progress on stderr. `stage`: the first
+    that it names."""
     from txbroker.spark.progress import SparkProgress
 
     with session_of(settings) as (session, console), SparkProgress(session, console) as bar:
+        if stage:
+            bar.stage(stage)
         yield session, bar
 
 

@@ -9,11 +9,10 @@ from txbroker.spark.session import SparkSettings
 
 def run_compact(settings: Settings, spark: SparkSettings, out: str) -> None:
     """Compact the tables, and report it on stderr."""
-    with started(spark) as (session, bar):
+    with started(spark, "joining small files") as (session, _):
         from txbroker.spark.storage.folder import data_folder
         from txbroker.spark.tables.upkeep import compact
 
-        bar.stage("joining small files")
         folder = data_folder(settings.data_dir, session)
         joined = {name: n for name, n in compact(session, out, folder).items() if n}
     counts = ", ".join(f"{name}: {count:,}" for name, count in joined.items())
@@ -22,11 +21,10 @@ def run_compact(settings: Settings, spark: SparkSettings, out: str) -> None:
 
 def run_expire(settings: Settings, spark: SparkSettings, out: str, keep_days: int) -> None:
     """Remove old rows from the tables, and report it on stderr."""
-    with started(spark) as (session, bar):
+    with started(spark, "removing old days") as (session, _):
         from txbroker.spark.storage.folder import data_folder
         from txbroker.spark.tables.upkeep import expire
 
-        bar.stage("removing old days")
         first = expire(session, out, data_folder(settings.data_dir, session), keep_days)
     click.echo(
         "The tables have no run, so nothing was removed."

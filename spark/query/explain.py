@@ -69,11 +69,6 @@ class Explanation(Struct, frozen=True):
     records: tuple[ReadRecord, ...]
     run: RunSummary | None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is stored."""
-        return self.verdict is None and not self.findings and not self.records
-
 
 def explain(out: str, journal: Journal, id: str) -> Explanation:
     """Return what runs have stored of a transaction, or of an unreadable record.
@@ -95,7 +90,7 @@ def explain(out: str, journal: Journal, id: str) -> Explanation:
         raise ConfigurationError(
             f"the tables in {out} cannot be read: {reason}. If a run is changing them, try again"
         ) from None
-    if found.is_empty:
+    if not (found.verdict or found.findings or found.records):
         raise NotExplained(stored.why_nothing(id))
     return found
 

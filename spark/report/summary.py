@@ -3,12 +3,12 @@ Spark adds up; the driver receives data in proportion to the groups and topics t
 to the number of transactions."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from typing import NamedTuple
 
 from msgspec import structs
-from pyspark.sql import Column, DataFrame, Row, Window
+from pyspark.sql import Column, DataFrame, Window
 
 from txbroker.spark import expressions as F
 from txbroker.spark.business import FINDINGS
@@ -154,15 +154,6 @@ TOPICS_MAX = 50
 """Topics that are named: those with the most transactions."""
 
 
-class MissingTargets(NamedTuple):
-    """Number of transactions that were committed to topics that do not exist, also by topic, the
-    largest first, and the oldest of them; a bounded number of both."""
-
-    transactions: int
-    topics: dict[str, int]
-    examples: tuple[Example, ...]
-
-
 def missing_topics(cut: SnapshotBounds) -> list[str]:
     """Return the targets that did not exist when their ends were asked for."""
     return [target.topic for target in cut.targets if not (target.ends or target.unread)]
@@ -213,21 +204,10 @@ def committed_to_missing(
     )
 
 
-def _counted_missing(rows: DataFrame) -> MissingTargets:
-    """Count the findings of `committed_to_missing`, which are read several times."""
-    found = rows.where("kept")
-    counts = found.select(F.explode("missing").alias("topic")).groupBy("topic").count()
-    most = counts.orderBy(F.col("count").desc(), "topic").head(TOPICS_MAX)
-    oldest = found.orderBy("decided_at_ms", "id").head(EXAMPLES_A_KIND)
-    return MissingTargets(
-        found.count(),
-        {row["topic"][:TEXT_MAX]: row["count"] for row in most},
-        tuple(_example(row) for row in oldest),
-    )
-
-
-def _example(row: Row) -> Example:
-    return Example(row["id"], (row["kind"],), row["grp"][:TEXT_MAX], row["why"][:TEXT_MAX])
+def _oldest(found: DataFrame, *order: str) -> Iterator[Example]:
+    """Yield a few findings with columns as in `judged.FOUND`, the first in an order."""
+    for row in found.orderBy(*order).head(EXAMPLES_A_KIND):
+        yield Example(row["id"], (row["kind"],), row["grp"][:TEXT_MAX], row["why"][:TEXT_MAX])
 
 
 def summary_of(run: str, mode: str, staged: Extract, tally: VerdictTotals) -> RunSummary:
@@ -267,28 +247,21 @@ def with_topics_and_business(
     drift, examples = dict(summary.drift), [*summary.examples]
     topics: dict[str, int] = {}
     if missing is not None:
-        found = _counted_missing(missing)
-        topics, examples = found.topics, [*examples, *found.examples]
-        drift |= {"target_missing": found.transactions} if found.transactions else {}
+        there = missing.where("kept")
+        counts = there.select(F.explode("missing").alias("topic")).groupBy("topic").count()
+        most = counts.orderBy(F.col("count").desc(), "topic").head(TOPICS_MAX)
+        topics = {row["topic"][:TEXT_MAX]: row["count"] for row in most}
+        drift |= {"target_missing": n} if (n := there.count()) else {}
+        examples += _oldest(there, "decided_at_ms", "id")
     if business is not None:
-        kinds = {kind: compared[kind] for kind in FINDINGS if compared.get(kind)}
-        drift, examples = drift | kinds, [*examples, *_business_examples(business, kinds)]
+        for kind in FINDINGS:
+            if compared.get(kind):
+                drift[kind] = compared[kind]
+                examples += _oldest(business.where(F.col("kind") == kind), "id")
     return structs.replace(
         summary,
         drift=drift,
         missing_targets=topics,
         business=dict(compared),
         examples=tuple(examples),
-    )
-
-
-def _business_examples(found: DataFrame, kinds: Iterable[str]) -> tuple[Example, ...]:
-    """Return some of the transactions that do not agree with the business.
-
-    `found`: columns as in `judged.FOUND`.
-    """
-    return tuple(
-        _example(row)
-        for kind in kinds
-        for row in found.where(F.col("kind") == kind).orderBy("id").head(EXAMPLES_A_KIND)
     )

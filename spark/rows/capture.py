@@ -9,6 +9,7 @@ times, except where a record does not name its transaction (see `_YOUNG_MS`).
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -17,7 +18,6 @@ from msgspec import MsgspecError, Struct
 from pyspark.sql import Column, DataFrame, SparkSession
 
 from txbroker.contract.captured import AuditedTable, CapturedRow, LogPlace
-from txbroker.core.records import Record
 from txbroker.spark import expressions as F
 from txbroker.spark.access import AuditError, AuditKafka
 from txbroker.spark.facts.bounds import chunks, held, read_target
@@ -57,15 +57,6 @@ PostgreSQL's transactions begin again after 2^32, and a server that was replaced
 others."""
 _XIDS = 1 << 32
 _POLL_S = 0.2
-
-
-def _polls(wait_s: float) -> Iterator[None]:
-    """Yield at once, and again and again for so long."""
-    until_s = time.monotonic() + wait_s
-    yield
-    while time.monotonic() <= until_s:
-        time.sleep(_POLL_S)
-        yield
 
 
 class KeyExample(Struct, frozen=True):
@@ -131,6 +122,15 @@ class CaptureTerms(Struct, frozen=True):
 # --- the position ------------------------------------------------------------------------------
 
 
+def _polls(wait_s: float) -> Iterator[None]:
+    """Yield at once, and again and again for so long."""
+    until_s = time.monotonic() + wait_s
+    yield
+    while time.monotonic() <= until_s:
+        time.sleep(_POLL_S)
+        yield
+
+
 class StoredPosition:
     """The newest position of a capture in Kafka.
 
@@ -162,17 +162,14 @@ class StoredPosition:
             raise AuditError(f"topic {self._topic} cannot be read: {ends.unread}")
         if ends is not None and ends.ends:
             at = max(self._at, ends.starts[0])
-            for records in chunks(self._access, self._topic, 0, at, ends.ends[0]):
-                self._take(records)
+            stored = chunks(self._access, self._topic, 0, at, ends.ends[0])
+            for record in chain.from_iterable(stored):
+                if record.key is not None and not record.headers:
+                    self.known |= record.key.startswith(self._key)
+                    if record.key == self._key:
+                        self._found = record.value
             self._at = ends.ends[0]
         return self._found
-
-    def _take(self, records: Sequence[Record]) -> None:
-        for record in records:
-            if record.key is not None and not record.headers:
-                self.known |= record.key.startswith(self._key)
-                if record.key == self._key:
-                    self._found = record.value
 
     def await_all(self, place: str, reached: Callable[[bytes], bool], wait_s: float) -> None:
         """Wait until all changes up to a place in the log are in Kafka.
@@ -234,19 +231,12 @@ def export(
     path: Path, table: AuditedTable, pieces: Iterable[Sequence[CapturedRow]], share: float
 ) -> int:
     """Write the rows of a table as Parquet, those of a share of the keys; return their number."""
-    count = 0
-
-    def wanted() -> Iterable[Sequence[Sequence[Any]]]:
-        nonlocal count
-        for piece in pieces:
-            rows = [
-                (table.name, *row) for row in piece if crc32(row.key) % _SHARES < share * _SHARES
-            ]
-            count += len(rows)
-            yield rows
-
-    write_rows(path, _ROWS, wanted())
-    return count
+    limit = share * _SHARES
+    wanted = (
+        [(table.name, *row) for row in piece if crc32(row.key) % _SHARES < limit]
+        for piece in pieces
+    )
+    return write_rows(path, _ROWS, wanted)
 
 
 # --- comparison --------------------------------------------------------------------------------
@@ -289,7 +279,7 @@ def audit_capture(
         placed, truncated = _truncated(known)
         both = _joined(_last(known.where("key IS NOT NULL")), rows.parquet(str(audit.folder)))
         with on_disk(_judged(both, audit, truncated, lost)) as judged:
-            found = tally(judged, KINDS, ["table", "key"])
+            found = tally(judged, KINDS, KeyExample, ["table", "key"])
     return CaptureSummary(
         capture=audit.name,
         place=audit.place.text,
@@ -301,16 +291,7 @@ def audit_capture(
         **{name: found.apart[name] for name in _APART},
         unread=audit.refused,
         unjudged=_unjudged(audit.tables, lost),
-        examples=tuple(
-            KeyExample(
-                row["table"],
-                bytes(row["key"]).decode(errors="replace"),
-                tuple(row["findings"]),
-                tuple(row["columns"] or ()),
-                row["place"] or "",
-            )
-            for row in found.examples
-        ),
+        examples=found.examples,
     )
 
 
@@ -487,9 +468,11 @@ def _judged(
     )
     partly = F.when(has_row & shown & (F.size(unchanged) > 0), "partly")
     return both.select(
-        *("table", "key", "place"),
+        "table",
+        col("key").cast("string").alias("key"),
+        F.coalesce("place", F.lit("")).alias("place"),
         F.when(apart.isNull(), names).otherwise(none).alias("findings"),
-        F.when(tests["differs"], columns).alias("columns"),
+        F.when(tests["differs"], columns).otherwise(none).alias("columns"),
         F.array_compact(F.array(apart, partly)).alias("apart"),
     )
 

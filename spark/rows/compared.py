@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, convert
 from py4j.protocol import Py4JJavaError
 from pyspark import StorageLevel
 from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame, Row, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 
 from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER
 from txbroker.spark import expressions as F
@@ -22,6 +22,7 @@ from txbroker.spark.facts.topics import TopicReader, in_words
 from txbroker.spark.judge.kinds import Kind
 from txbroker.spark.schema import TopicRead
 
+E = TypeVar("E")
 EXAMPLES_MAX = 20
 
 
@@ -104,8 +105,8 @@ def kept(
 
 def write_rows(
     path: Path, columns: Mapping[str, str], pieces: Iterable[Sequence[Sequence[Any]]]
-) -> str:
-    """Write rows as a Parquet file, and return its path.
+) -> int:
+    """Write rows as a Parquet file, and return their number.
 
     Args:
         columns: their types by name: those of Spark that are listed below.
@@ -121,32 +122,37 @@ def write_rows(
         "boolean": pa.bool_(),
     }
     schema = pa.schema([(name, types[kind]) for name, kind in columns.items()])
+    count = 0
     with parquet.ParquetWriter(path, schema) as writer:
         for piece in filter(None, pieces):
+            count += len(piece)
             arrays = map(pa.array, zip(*piece, strict=True), schema.types)
             writer.write_table(pa.Table.from_arrays(list(arrays), schema=schema))
-    return str(path)
+    return count
 
 
-class Tally(NamedTuple):
+class Tally(NamedTuple, Generic[E]):
     """What a comparison found.
 
     Attributes:
         drift: number of rows by kind of finding, the gravest first.
         apart: number of rows that are not judged, or not whole, by the reason.
-        examples: rows with findings, as Spark returns them.
+        examples: some rows with findings.
     """
 
     drift: dict[str, int]
     apart: Counter[str]
-    examples: Sequence[Row]
+    examples: tuple[E, ...]
 
 
-def tally(judged: DataFrame, kinds: Sequence[Kind], order: Sequence[str]) -> Tally:
+def tally(
+    judged: DataFrame, kinds: Sequence[Kind], example: type[E], order: Sequence[str]
+) -> Tally[E]:
     """Count a judgement: one row for each id or key, with its `findings`, and with `apart`, the
     reasons why it is not judged, or not whole.
 
     Args:
+        example: what a row becomes, by the names of its columns.
         order: columns of examples.
     """
     drift, apart = Counter[str](), Counter[str]()
@@ -158,7 +164,7 @@ def tally(judged: DataFrame, kinds: Sequence[Kind], order: Sequence[str]) -> Tal
     if not drift:
         return Tally(ordered, apart, ())
     found = judged.where(F.size("findings") > 0).orderBy(*order).limit(EXAMPLES_MAX).collect()
-    return Tally(ordered, apart, found)
+    return Tally(ordered, apart, tuple(convert(row.asDict(), example) for row in found))
 
 
 def findings(tests: Mapping[str, Column], kinds: Sequence[Kind]) -> Column:

@@ -143,7 +143,17 @@ def audit_outbox(
         on_disk(_digested(_rows(spark, database, begun, folder))) as rows,
         on_disk(_judged(facts, rows, begun.now_ms, keep_s, _judged_from(reads, begun))) as judged,
     ):
-        return _summary(begun, rows, count, judged, reads)
+        states = {row["state"]: row["count"] for row in rows.groupBy("state").count().collect()}
+        found = tally(judged, KINDS, RowExample, ["id"])
+    return OutboxSummary(
+        relay=begun.relay,
+        rows=dict(sorted(states.items())),
+        records=count,
+        drift=found.drift,
+        **{name: found.apart[name] for name in ("purged", "gone", "young")},
+        unread={read.topic: read.unread for read in reads if read.unread},
+        examples=found.examples,
+    )
 
 
 def _begin(database: Database) -> Steps[_Begun]:
@@ -178,7 +188,9 @@ def relayed_facts(records: DataFrame, relay: str) -> DataFrame:
 def _rows(spark: SparkSession, database: Database, begun: _Begun, folder: Path) -> DataFrame:
     """Return the rows of the table, read in parts of positions."""
     if database.dialect is SQLITE:
-        return spark.read.parquet(_export(database, folder))
+        file = folder / "outbox.parquet"
+        _export(database, file)
+        return spark.read.parquet(str(file))
     first, last = begun.positions
     tasks = max(1, min(_TASKS_MAX, (last - first) // _TASK_POSITIONS))
     bounds = [str(first + (last - first) * number // tasks) for number in range(1, tasks)]
@@ -186,8 +198,8 @@ def _rows(spark: SparkSession, database: Database, begun: _Begun, folder: Path) 
     return table.rows(spark, ranges("position", bounds)).select(*_COLUMNS)
 
 
-def _export(database: Database, folder: Path) -> str:
-    """Write the rows of an SQLite file as Parquet; return the file's path."""
+def _export(database: Database, file: Path) -> None:
+    """Write the rows of an SQLite file as Parquet."""
     # Another program may have written texts into columns of bytes.
     selected = ", ".join(
         f"CAST({name} AS BLOB)" if kind == "binary" else name for name, kind in _COLUMNS.items()
@@ -196,7 +208,7 @@ def _export(database: Database, folder: Path) -> str:
     with closing(sqlite3.connect(opened, uri=True)) as connection:
         cursor = connection.execute(f"SELECT {selected} FROM {OUTBOX}")
         pieces = iter(lambda: cursor.fetchmany(_PIECE_ROWS), [])
-        return write_rows(folder / "outbox.parquet", _COLUMNS, pieces)
+        write_rows(file, _COLUMNS, pieces)
 
 
 def _digested(rows: DataFrame) -> DataFrame:
@@ -312,8 +324,12 @@ def _judged(
     apart = F.when(state.isNull() & may_be_purged, "purged").when(
         missing, lateness(judged_from, now_ms)
     )
-    return ids.select("id", "state", "topic", "places", findings(tests, KINDS).alias("findings"),
-                      F.array_compact(F.array(apart)).alias("apart"))  # fmt: skip
+    return ids.select(
+        *("id", "topic", "places"),
+        F.coalesce("state", F.lit("")).alias("state"),
+        findings(tests, KINDS).alias("findings"),
+        F.array_compact(F.array(apart)).alias("apart"),
+    )
 
 
 def lateness(judged_from: Mapping[str, JudgedFrom], now_ms: int) -> Column:
@@ -328,30 +344,3 @@ def lateness(judged_from: Mapping[str, JudgedFrom], now_ms: int) -> Column:
             chain = chain.when(here & (F.col("row_from_ms") <= since.at_ms), "gone")
         chain = chain.when(here & (F.col("changed_at") >= since.marked_ms), "young")
     return chain.otherwise("judged")
-
-
-def _summary(
-    begun: _Begun, rows: DataFrame, records: int, judged: DataFrame, reads: Sequence[TopicRead]
-) -> OutboxSummary:
-    states = {row["state"]: row["count"] for row in rows.groupBy("state").count().collect()}
-    found = tally(judged, KINDS, ["id"])
-    return OutboxSummary(
-        relay=begun.relay,
-        rows=dict(sorted(states.items())),
-        records=records,
-        drift=found.drift,
-        purged=found.apart["purged"],
-        gone=found.apart["gone"],
-        young=found.apart["young"],
-        unread={read.topic: read.unread for read in reads if read.unread},
-        examples=tuple(
-            RowExample(
-                row["id"],
-                tuple(row["findings"]),
-                row["state"] or "",
-                row["topic"],
-                tuple(row["places"]),
-            )
-            for row in found.examples
-        ),
-    )
