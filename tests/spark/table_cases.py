@@ -31,9 +31,7 @@ FIRST, SECOND, NEWEST = (date(2026, 1, day) for day in (1, 2, 30))
 
 def rows_of(spark: SparkSession, table: Table, *values: dict[str, Any]) -> DataFrame:
     """Return rows of a table; columns that are not given are null."""
-    schema = spark.createDataFrame([], table.ddl).schema
-    rows = [tuple(each.get(name) for name in schema.names) for each in values]
-    return spark.createDataFrame(rows, schema)
+    return spark.createDataFrame(list(values), table.ddl)
 
 
 def settled(id: str, day: date, run: str) -> dict[str, Any]:

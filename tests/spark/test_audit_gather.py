@@ -37,18 +37,13 @@ TERMS = USUAL_TERMS._replace(overdue_after_ms=9_700_000)
 
 
 def tables(spark: SparkSession, facts: Iterable[TransactionFacts]) -> Facts:
-    from pyspark.sql.types import StructType
-
-    kinds = {name: StructType.fromDDL(ddl) for name, ddl in TABLES.items()}
-    rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in TABLES}
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
     for each in facts:
         parts = read_id(each.id)
         known = {"id": each.id, "id_ms": None if parts is None else parts.time_ms}
         for name in TABLES:
-            for row in getattr(each, name):
-                values = {**known, **row._asdict()}
-                rows[name].append(tuple(map(values.get, kinds[name].names)))
-    return Facts(*(spark.createDataFrame(rows[name], kinds[name]) for name in TABLES))
+            rows[name] += [{**known, **row._asdict()} for row in getattr(each, name)]
+    return Facts(*(spark.createDataFrame(rows[name], ddl) for name, ddl in TABLES.items()))
 
 
 def judged_by_spark(

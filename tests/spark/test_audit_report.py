@@ -25,6 +25,7 @@ from tests.spark.audit_summaries import (
     summary,
     tables,
 )
+from tests.spark.table_cases import rows_of
 from txbroker.errors import ConfigurationError
 from txbroker.spark.judge.kinds import ALL_KINDS
 from txbroker.spark.report.contents import (
@@ -636,8 +637,8 @@ def at(ms: int | None) -> datetime | None:
     return None if ms is None else datetime.fromtimestamp(ms / 1000, UTC)
 
 
-def drift_row(id: str, kind: str, **changes: Any) -> tuple[Any, ...]:
-    row: dict[str, Any] = {
+def drift_row(id: str, kind: str, **changes: Any) -> dict[str, Any]:
+    return {
         "day": at(STARTED_MS).date(),  # type: ignore[union-attr]
         "installation": "txbroker",
         "id": id,
@@ -654,12 +655,6 @@ def drift_row(id: str, kind: str, **changes: Any) -> tuple[Any, ...]:
         "times": 2,
         **changes,
     }
-    return tuple(row.get(column) for column in names_of(DRIFT.ddl))
-
-
-def names_of(ddl: str) -> list[str]:
-    flat = re.sub(r"<[^<>]*>", "", re.sub(r"<[^<>]*>", "", ddl))
-    return [part.split()[0] for part in flat.split(",")]
 
 
 def latency_row(ago_ms: int, grp: str, n: int, **changes: Any) -> tuple[Any, ...]:
@@ -700,11 +695,9 @@ def test_the_tables_are_read_in_bounded_numbers(spark: SparkSession) -> None:
         "visible_ms": 77,
     }
     held = {
-        DRIFT: spark.createDataFrame([*lost, *others], DRIFT.ddl),
+        DRIFT: rows_of(spark, DRIFT, *lost, *others),
         LATENCY: spark.createDataFrame(minutes, LATENCY.ddl),
-        TRANSACTIONS: spark.createDataFrame(
-            [tuple(guessed.get(name) for name in names_of(TRANSACTIONS.ddl))], TRANSACTIONS.ddl
-        ),
+        TRANSACTIONS: rows_of(spark, TRANSACTIONS, guessed),
     }
     store = cast("TableStore", SimpleNamespace(read=held.get))
     found = report_tables(store, STARTED_MS, [])
@@ -760,7 +753,7 @@ def test_the_table_has_which_findings_were_acknowledged_on_a_day(spark: SparkSes
         summary(0, run="run-2", open_findings={"late": 5, "lost": 31}),
         summary(3, run="run-4"),
     ]
-    assert drift_days(spark.createDataFrame(rows, DRIFT.ddl), daily) == [
+    assert drift_days(rows_of(spark, DRIFT, *rows), daily) == [
         drift_day(-1, late=9),
         drift_day(0, {"late": 2}, late=5, lost=31),
         drift_day(3),

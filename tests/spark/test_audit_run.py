@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.spark.table_runs import verdict
 from txbroker.errors import ConfigurationError
 from txbroker.spark.commit import RunNote, note_down, tidy_up
 from txbroker.spark.facts.history import (
@@ -129,16 +130,6 @@ def test_runs_whose_files_are_there_are_listed(spark: SparkSession, tmp_path: Pa
     assert runs_in(spark, folders.facts("3")) == {"1", "2"}
 
 
-def verdict(id: str, word: str = "settled", **fields: Any) -> dict[str, Any]:
-    return {
-        "id": id, "verdict": word, "findings": [], "state": "promoted", "grp": "g",
-        "decision": "commit", "source": "producer", "prepared_at_ms": NOW_MS - 1000,
-        "decided_at_ms": NOW_MS - 900, "visible_at_ms": NOW_MS - 400, "attempts": 0,
-        "messages": 1, "topics": ["t"], "half_partition": 0, "half_offset": 1, "op_offset": 2,
-        "places": [], "why": None, "carry": False, **fields,
-    }  # fmt: skip
-
-
 def table(spark: SparkSession, *rows: dict[str, Any]) -> DataFrame:
     return spark.createDataFrame(list(rows), VERDICT)
 
@@ -156,7 +147,8 @@ def test_newest_verdict_counts_unless_it_is_gone(spark: SparkSession, tmp_path: 
     made[-1]["half_offset"] = 9
     store.stage("1", TRANSACTIONS, spark.createDataFrame(made, TRANSACTIONS.ddl))
     store.apply("1")
-    newest = [verdict("a"), verdict("b", "visible_twice"), verdict("c", "gone"), verdict("e")]
+    twice = verdict("b", findings=["visible_twice"])
+    newest = [verdict("a"), twice, verdict("c", "gone"), verdict("e")]
     half = TopicRead("half", (5,), (5,), (9,), since="0")
     rows = counting_rows(store, "1", half)
     found = current_verdicts(rows, table(spark, *newest)).collect()
@@ -174,13 +166,11 @@ def test_newest_verdict_counts_unless_it_is_gone(spark: SparkSession, tmp_path: 
 def test_a_run_adds_up_its_verdicts(spark: SparkSession) -> None:
     twice = {"findings": ["visible_twice", "body_changed"], "why": "x" * 1000}
     rows = [verdict(f"a{n}") for n in range(3)]
-    rows += [verdict(f"b{n:02}", "visible_twice", **twice) for n in range(EXAMPLES_A_KIND + 2)]
+    rows += [verdict(f"b{n:02}", **twice) for n in range(EXAMPLES_A_KIND + 2)]
     rows += [
-        verdict(
-            "c", "pending", state="pending", decided_at_ms=None, visible_at_ms=None, carry=True
-        ),
-        verdict("d", grp="h", topics=["t", "u"], visible_at_ms=None),
-        verdict("e", "settled", state="rolled_back", visible_at_ms=None, grp=None),
+        verdict("c", "pending", prepared_at_ms=NOW_MS - 1000),
+        verdict("d", grp="h", topics=["t", "u"]),
+        verdict("e", "rolled_back", grp=None),
     ]
     tally = add_up(table(spark, *rows), NOW_MS)
     assert (tally.transactions, tally.carried) == (18, 1)
@@ -195,9 +185,9 @@ def test_a_run_adds_up_its_verdicts(spark: SparkSession) -> None:
 
 
 def test_values_beyond_the_last_bound_are_counted_too(spark: SparkSession) -> None:
-    pending = {"state": "pending", "decided_at_ms": None, "visible_at_ms": None}
-    old = verdict("a", prepared_at_ms=NOW_MS - 10 * AGE_BOUNDS_MS[-1], **pending)
-    tally = add_up(table(spark, old, verdict("b", **pending)), NOW_MS)
+    old = verdict("a", "pending", prepared_at_ms=NOW_MS - 10 * AGE_BOUNDS_MS[-1])
+    young = verdict("b", "pending", prepared_at_ms=NOW_MS - 1000)
+    tally = add_up(table(spark, old, young), NOW_MS)
     ages = tally.pending_age.counts
     assert (ages[-1], sum(ages), len(ages)) == (1, 2, len(AGE_BOUNDS_MS) + 1)
     assert tally.oldest_undecided_ms == 10 * AGE_BOUNDS_MS[-1]
