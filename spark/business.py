@@ -30,9 +30,7 @@ from txbroker.spark.judge.horizon import of_partition
 from txbroker.spark.judge.kinds import BUSINESS_KINDS, NOT_VISIBLE
 from txbroker.spark.schema import Terms
 
-MESSAGE_WITHOUT_ROW = "message_without_row"
-ROW_WITHOUT_MESSAGE = "row_without_message"
-FINDINGS = (MESSAGE_WITHOUT_ROW, ROW_WITHOUT_MESSAGE)
+FINDINGS = MESSAGE_WITHOUT_ROW, ROW_WITHOUT_MESSAGE = [kind.name for kind in BUSINESS_KINDS]
 
 
 class BusinessTable(Struct, frozen=True):

@@ -150,7 +150,7 @@ class _Stored(NamedTuple):
         for name, value in fields.items():
             here = here & (ds.field(name) == value)
         found = [
-            ReadRecord("unreadable", place, row["at_ms"], _text(row["why"]), row["run"])
+            ReadRecord("unreadable", place, row["at_ms"], row["why"][:TEXT_MAX], row["run"])
             for row in self._facts("broken", here)
         ]
         findings = self._findings(ds.field("id") == place)
@@ -278,18 +278,13 @@ class _Records:
 
 def _evidence(kind: str, topic: str, row: Row, *what: str | int | None) -> ReadRecord:
     place = f"{topic}-{row['partition']}@{row['offset']}"
-    return ReadRecord(
-        kind, place, row["at_ms"], _text(", ".join(str(e) for e in what if e)), row["run"]
-    )
+    words = ", ".join(str(each) for each in what if each)
+    return ReadRecord(kind, place, row["at_ms"], words[:TEXT_MAX], row["run"])
 
 
 def _message(row: Row) -> str:
     # Counted from 0, as in the sentences of verdicts.
     return f"message {row['seq']} of {row['count']}"
-
-
-def _text(text: str) -> str:
-    return text[:TEXT_MAX]
 
 
 def _by_place(record: ReadRecord) -> tuple[str, int]:

@@ -1,7 +1,6 @@
 """Reads what the report shows of the tables: a bounded number of rows."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from pyspark.sql import Column, DataFrame, Window
 
@@ -196,10 +195,10 @@ def _points(
     ]
     rows = buckets.groupBy("grp", "at_ms").agg(*lists)
     found: dict[str, dict[int | None, tuple[Percentiles, Percentiles]]] = {}
-    shown = [sketch(F.col(name)).dropFields("sketch").alias(name) for name in measures]
+    shown = [sketch(F.col(name)).dropFields("count", "sketch").alias(name) for name in measures]
     for row in rows.select("grp", "at_ms", *shown).collect():
-        pair = tuple(_percentiles(row[name]) for name in measures)
-        found.setdefault(row["grp"], {})[row["at_ms"]] = (pair[0], pair[1])
+        pair = Percentiles(*row["decide"]), Percentiles(*row["visible"])
+        found.setdefault(row["grp"], {})[row["at_ms"]] = pair
     return found
 
 
@@ -215,10 +214,6 @@ def _entries(number: int, measure: str) -> Column:
 
 def _point(at_ms: int, values: Percentiles) -> LatencyPoint:
     return LatencyPoint(at_ms, *(value or 0.0 for value in values))
-
-
-def _percentiles(row: Any) -> Percentiles:
-    return Percentiles(row["p50_ms"], row["p95_ms"], row["p99_ms"])
 
 
 def _estimates(

@@ -102,6 +102,7 @@ class CaptureSummary(Compared, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
+        """What was compared, with its name."""
         return f"capture {self.capture}"
 
 

@@ -47,11 +47,6 @@ class Compared(Struct, frozen=True, kw_only=True):
     young: int = 0
     unread: dict[str, str] = {}
 
-    @property
-    def title(self) -> str:
-        """What was compared, with its name."""
-        raise NotImplementedError
-
 
 def of_relay(records: DataFrame, relay: str) -> DataFrame:
     """Return the records that a relay or capture of a name has written, with `id`."""

@@ -97,6 +97,7 @@ class OutboxSummary(Compared, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
+        """What was compared, with its name."""
         return f"outbox {self.relay}"
 
 
