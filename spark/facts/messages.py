@@ -377,16 +377,35 @@ def parked_facts(records: DataFrame) -> DataFrame:
     Columns: those of `schema.PARKED`, `why` and `own`.
     """
     part = MessageColumns(records)
-    key = F.col("key").cast("string")
-    id = F.substring_index(key, "/", 1)
+    key, tombstone = F.col("key").cast("string"), F.col("value").isNull()
+    # Each of them is used several times, as part of a text that Java parses.
+    shared = {
+        "_id": F.substring_index(key, "/", 1),
+        "_tombstone": tombstone,
+        "_kept_text": part.optional("txb-kept").cast("string"),
+        "_unread": F.when(~tombstone, part.why()),
+    }
+    id, tombstone, kept_text, unread = map(F.col, shared)
     number = F.substring(key, F.length(id) + 2, F.length(key))
-    tombstone = F.col("value").isNull()
+    kept_type = f"state string, half bigint, at_ms bigint, {_CAUSE}"
+    parsed = {
+        "_number": number,
+        "_seq": number.try_cast("int"),
+        "_kept": F.from_json(kept_text, kept_type, JSON_OPTIONS),
+    }
+    number, seq, kept = map(F.col, parsed)
+    readable = kept_text.isNull() | (
+        kept["state"].isin(*State) & kept["half"].isNotNull() & kept["at_ms"].isNotNull()
+    )
+    same = (part.id == id) & (part.seq == seq)
+    why = (
+        F.when(not_true(F.is_valid_utf8(key) & number.rlike(_NATURAL)), "its key is not ID/NUMBER")
+        .when(unread.isNotNull(), unread)
+        .when(~tombstone & not_true(same), "its key is another transaction's")
+        .when(~tombstone & not_true(readable), "its description of the transaction does not parse")
+    )
     # Key and null value of the user's message lie in headers, as these are the transaction's.
     value = F.when(part.optional("txb-tombstone").isNull(), F.col("value"))
-    kept_text = part.optional("txb-kept").cast("string")
-    kept = F.from_json(
-        kept_text, f"state string, half bigint, at_ms bigint, {_CAUSE}", JSON_OPTIONS
-    )
     held = {
         "grp": part.grp,
         "count": part.count,
@@ -397,34 +416,22 @@ def parked_facts(records: DataFrame) -> DataFrame:
         "timestamp_ms": part.timestamp_ms,
         "due_ms": F.try_add(kept["at_ms"], part.seconds_ms(0, CheckPolicy().after_s)),
     }
-    readable = kept_text.isNull() | (
-        kept["state"].isin(*State) & kept["half"].isNotNull() & kept["at_ms"].isNotNull()
-    )
-    why = first_reason(
-        [
-            (not_true(F.is_valid_utf8(key) & number.rlike(_NATURAL)), "its key is not ID/NUMBER"),
-            (~tombstone & part.why().isNotNull(), ""),
-            (
-                ~tombstone & not_true((part.id == id) & (part.seq == number.try_cast("int"))),
-                "its key is another transaction's",
-            ),
-            (~tombstone & not_true(readable), "its description of the transaction does not parse"),
-        ]
-    )
-    why = F.when(why == "", part.why()).otherwise(why)
+    records = part.records
+    for columns in (shared, parsed, {"_why": why}):
+        records = F.with_columns(records, columns)
     ours = part.is_ours | (is_own_id(id) & number.rlike(_NATURAL))
     return F.select(
-        part.records,
+        records,
         id.alias("id"),
         id_time_ms(id).alias("id_ms"),
         *POSITION,
-        number.try_cast("int").alias("seq"),
+        seq.alias("seq"),
         F.when(~tombstone, kept["state"]).alias("state"),
         F.when(~tombstone, kept["cause"]["code"]).alias("cause"),
         tombstone.alias("tombstone"),
         *[F.when(~tombstone, column).alias(name) for name, column in held.items()],
-        why.alias("why"),
-        is_own(why, ours).alias("own"),
+        F.col("_why").alias("why"),
+        is_own(F.col("_why"), ours).alias("own"),
     )
 
 
