@@ -17,7 +17,7 @@ from txbroker.spark import expressions as F
 from txbroker.spark.facts.messages import id_partition, id_time_ms
 from txbroker.spark.judge.horizon import of_partition
 from txbroker.spark.judge.kinds import ALL_KINDS, BUSINESS_KINDS, IN_TARGET, KIND_NAMES, NOT_VISIBLE
-from txbroker.spark.schema import TopicNames
+from txbroker.spark.schema import TopicNames, TopicRead
 from txbroker.spark.tables.judged import (
     FOUND_COLUMNS,
     JudgedRun,
@@ -122,10 +122,16 @@ def _lived(judged: JudgedRun, lives: DataFrame) -> DataFrame:
     """
     new, old, kind = F.col("new"), F.col("old"), F.col("kind")
     now, run = moment(judged.now_ms), F.lit(judged.run)
-    found, end = new.isNotNull(), F.col("end")
-    lives = lives.withColumn("end", F.when(new.isNull(), _end(judged)))
+    found, end, accepted = new.isNotNull(), F.col("end"), F.col("accepted")
+    # What others use several times is a column: as a part of their text, Java would parse it again
+    # each time.
+    for columns in (
+        {"target": _target(judged), **_acknowledged(judged)},
+        {"best": _best(), "vanished": _vanished()},
+        {"accepted": _accepted(judged), "end": F.when(new.isNull(), _end(judged))},
+    ):
+        lives = F.with_columns(lives, columns)
     opens = found & (old.isNull() | (old["state"] != "open"))
-    accepted = _accepted(judged, F.coalesce(new["grp"], old["grp"]))
     same = [old[f"acknowledged_{name}"].eqNullSafe(accepted[name]) for name in ("at", "until")]
     accepts = end.isNull() & accepted.isNotNull() & (opens | ~(same[0] & same[1]))
     closed = F.when(end.isNotNull(), F.struct(now.alias("at"), run.alias("run")))
@@ -167,10 +173,9 @@ def _end(judged: JudgedRun) -> Column:
     still_waits = kind.isin(*NOT_VISIBLE) & (F.col("state") == "committed") & ~worse
     # By clocks that went back, an open transaction is younger than when it was found.
     younger = (F.col("old")["seen_at"] > moment(judged.now_ms)) & F.col("state").isin(*_UNDECIDED)
-    targets = _Targets(judged)
     again = (
         F.when(verdict == "gone", "expired")
-        .when(seen & targets.removed(), "expired")
+        .when(seen & F.col("vanished"), "expired")
         # By its age, which depends on terms and clocks, or because a promotion may be in flight.
         .when(still_waits | ((kind == "refused_visible") & (F.col("state") == "refused")), None)
         .when(younger, None)
@@ -195,11 +200,11 @@ def _end(judged: JudgedRun) -> Column:
     alone = F.lit(judged.is_part) & (kind == "out_of_order") & (verdict != "gone")
     return (
         F.when((kind == "unreadable") | alone, unread)
-        .when((seen | kind.isin(*NOT_VISIBLE, "target_missing")) & targets.unread(), None)
+        .when((seen | kind.isin(*NOT_VISIBLE, "target_missing")) & _unread(judged), None)
         .when(
             kind == "target_missing",
             F.when(F.col("removed") | (looked & lost_sight), "expired")
-            .when(targets.missing() & (F.col("state") != "refused"), None)
+            .when(_missing(judged) & (F.col("state") != "refused"), None)
             .when(verdict != "gone", "healed")
             .when(verdict.isNull(), unread),
         )
@@ -211,37 +216,42 @@ def _end(judged: JudgedRun) -> Column:
     )
 
 
-class _Targets:
-    """What a run has found of the targets that findings are about."""
+def _targets(judged: JudgedRun) -> Sequence[TopicRead]:
+    cut = judged.summary.cut
+    return () if cut is None else cut.targets
 
-    def __init__(self, judged: JudgedRun) -> None:
-        cut = judged.summary.cut
-        self._all = () if cut is None else cut.targets
 
-    def unread(self) -> Column:
-        """Return whether a target of the transaction, or with the evidence, could not be read."""
-        names = [target.topic for target in self._all if target.unread]
-        return _is_for(names) | F.coalesce(F.col("old")["topic"].isin(*names), F.lit(False))
+def _unread(judged: JudgedRun) -> Column:
+    """Return whether a target of the transaction, or with the evidence, could not be read."""
+    names = [target.topic for target in _targets(judged) if target.unread]
+    return _is_for(names) | F.coalesce(F.col("old")["topic"].isin(*names), F.lit(False))
 
-    def missing(self) -> Column:
-        """Return whether a target of the transaction does not exist."""
-        return _is_for([t.topic for t in self._all if not (t.ends or t.unread)])
 
-    def removed(self) -> Column:
-        """Return whether the evidence is a record of a target that is not there any more."""
-        old = F.col("old")
-        known = {t.topic: {"starts": t.starts, "since": t.since} for t in self._all if not t.unread}
-        text = msgspec.json.encode(known).decode()
-        targets = F.from_json(
-            F.lit(text), "map<string, struct<starts: array<bigint>, since: string>>"
-        )
-        target = F.try_element_at(targets, old["topic"])
-        start = F.get(target["starts"], old["partition"])
-        # A topic that was deleted, or created again, may have fewer partitions.
-        removed = (target["since"] > old["seen_run"]) | F.coalesce(
-            old["offset"] < start, F.lit(True)
-        )
-        return F.coalesce(target.isNotNull() & removed, F.lit(False))
+def _missing(judged: JudgedRun) -> Column:
+    """Return whether a target of the transaction does not exist."""
+    return _is_for([each.topic for each in _targets(judged) if not (each.ends or each.unread)])
+
+
+def _target(judged: JudgedRun) -> Column:
+    """Return what the run has read of the target with the evidence; null where that is none."""
+    known = {
+        each.topic: {"starts": each.starts, "since": each.since}
+        for each in _targets(judged)
+        if not each.unread
+    }
+    text = msgspec.json.encode(known).decode()
+    targets = F.from_json(F.lit(text), "map<string, struct<starts: array<bigint>, since: string>>")
+    return F.try_element_at(targets, F.col("old")["topic"])
+
+
+def _vanished() -> Column:
+    """Return whether the evidence is a record of a target that is not there any more."""
+    target, old = F.col("target"), F.col("old")
+    start = F.get(target["starts"], old["partition"])
+    # A topic that was deleted, or created again, may have fewer partitions.
+    removed = F.coalesce(old["offset"] < start, F.lit(True))
+    again = target["since"] > old["seen_run"]
+    return F.coalesce(target.isNotNull() & (again | removed), F.lit(False))
 
 
 def _is_for(topics: Sequence[str]) -> Column:
@@ -260,10 +270,9 @@ def _severity(kind: Column) -> Column:
 _GIVEN = "at bigint, by string, why string, until bigint"
 
 
-def _accepted(judged: JudgedRun, group: Column) -> Column:
-    """Return the acknowledgement of a finding: the newest that names it, or the one in the table,
-    which ends now if it was withdrawn; null without any."""
-    now, old = moment(judged.now_ms), F.col("old")
+def _acknowledged(judged: JudgedRun) -> dict[str, Column]:
+    """Return the newest acknowledgements of a finding: `one` of its transaction, and `every` of its
+    group."""
     valid = [each for each in judged.acknowledged if each.until_ms > judged.now_ms]
     newest = {
         _key(each.id, each.kind, each.grp): {
@@ -273,9 +282,22 @@ def _accepted(judged: JudgedRun, group: Column) -> Column:
     }  # fmt: skip
     text = msgspec.json.encode(newest).decode()
     known = F.from_json(F.lit(text), f"map<string, struct<{_GIVEN}>>")
-    one = F.try_element_at(known, F.concat_ws("\n", "id", "kind", F.lit("")))
-    every = F.try_element_at(known, F.concat_ws("\n", F.lit(""), "kind", group))
-    best = F.coalesce(F.when(one["at"] >= F.coalesce(every["at"], F.lit(0)), one), every)
+    group = F.coalesce(F.col("new")["grp"], F.col("old")["grp"])
+    return {
+        "one": F.try_element_at(known, F.concat_ws("\n", "id", "kind", F.lit(""))),
+        "every": F.try_element_at(known, F.concat_ws("\n", F.lit(""), "kind", group)),
+    }
+
+
+def _best() -> Column:
+    one, every = F.col("one"), F.col("every")
+    return F.coalesce(F.when(one["at"] >= F.coalesce(every["at"], F.lit(0)), one), every)
+
+
+def _accepted(judged: JudgedRun) -> Column:
+    """Return the acknowledgement of a finding: the newest that names it, or the one in the table,
+    which ends now if it was withdrawn; null without any."""
+    now, old, best = moment(judged.now_ms), F.col("old"), F.col("best")
     named = _given(moment(best["at"]), best["by"], best["why"], moment(best["until"]))
     known_one = _given(*(old[f"acknowledged_{name}"] for name in ("at", "by", "why")), now)
     return F.when(best.isNotNull(), named).when(old["acknowledged_until"] > now, known_one)
