@@ -7,7 +7,6 @@ A test that takes both asks for `spark` and `kafka`; `kafka.bootstrap` is what S
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.spark.audit_process import REPORT, Commanded, begun
+from tests.spark.calls import Calls
 from tests.spark.planted_cases import Planted, plant_all
 from tests.spark.planting import Planting
 from txbroker.embedded import EmbeddedKafka
@@ -97,13 +97,14 @@ def commanded(planted: Planted, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture
-def calls(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def calls(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Calls:
     """The calls of Java from now on, by what they ask for."""
     client: Any = spark.sparkContext._gateway._gateway_client  # type: ignore[union-attr]
-    send, made = client.send_command, Counter[str]()
+    send, made = client.send_command, Calls()
 
     def sent(command: str, *given: Any, **named: Any) -> Any:
         made[command.partition("\n")[0]] += 1
+        made.characters += len(command)
         return send(command, *given, **named)
 
     monkeypatch.setattr(client, "send_command", sent)

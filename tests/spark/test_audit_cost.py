@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
+from tests.spark.calls import Calls
 from tests.spark.planted_cases import Planted
 from tests.spark.planting import Planting, access_to
 from txbroker.spark.access import AuditKafka
@@ -22,28 +22,34 @@ if TYPE_CHECKING:
 
     from txbroker.embedded import EmbeddedKafka
 
-CALLS_MAX = 5000
-"""Of Java by this process: each is some ten microseconds, and a hundred in a new process."""
-
 
 class Budget(NamedTuple):
-    """The most Spark jobs and calls of Java of a run."""
+    """The most of a run, however few its rows are.
+
+    Attributes:
+        jobs: of Spark.
+        calls: of Java: each is some ten microseconds, and a hundred in a new process.
+        characters: of these calls, most of them SQL, which Java parses and plans.
+    """
 
     jobs: int
-    calls: int = CALLS_MAX
+    calls: int
+    characters: int
 
 
-CLEAN, NOTHING_NEW, DRIFT = Budget(12), Budget(5, 2000), Budget(25)
+CLEAN = Budget(12, 3500, 190_000)
+NOTHING_NEW = Budget(5, 1500, 70_000)
+DRIFT = Budget(25, 5000, 430_000)
 
 
 async def spent(
-    spark: SparkSession, access: AuditKafka, settings: AuditSettings, calls: Counter[str]
+    spark: SparkSession, access: AuditKafka, settings: AuditSettings, calls: Calls
 ) -> tuple[RunSummary, Budget]:
     """Audit once; return what it has cost, with its own row."""
-    jobs, before = RunCost(spark), calls.total()
+    jobs, before, written = RunCost(spark), calls.total(), calls.characters
     summary = await asyncio.to_thread(run_audit, spark, access, settings)
-    made = calls.total() - before
-    return summary, Budget(jobs.so_far()["jobs"], made)
+    made, characters = calls.total() - before, calls.characters - written
+    return summary, Budget(jobs.so_far()["jobs"], made, characters)
 
 
 def within(cost: Budget, most: Budget) -> bool:
@@ -55,7 +61,7 @@ async def test_a_run_without_drift_takes_few_jobs_and_calls_and_no_python(
     kafka: EmbeddedKafka,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    calls: Counter[str],
+    calls: Calls,
 ) -> None:
     def judged_in_python(*_arguments: object) -> None:
         raise AssertionError("all transactions are plain")
@@ -80,7 +86,7 @@ async def test_a_run_without_drift_takes_few_jobs_and_calls_and_no_python(
 
 
 async def test_a_run_with_drift_takes_few_jobs_and_calls(
-    spark: SparkSession, planted: Planted, tmp_path: Path, calls: Counter[str]
+    spark: SparkSession, planted: Planted, tmp_path: Path, calls: Calls
 ) -> None:
     planting = planted.planting
     settings = AuditSettings(str(tmp_path / "out"), tmp_path, planting.names, planted.terms)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,8 @@ from txbroker.core.records import MarkerKind
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
+
+    from tests.spark.calls import Calls
 
 COLUMNS: dict[str, Callable[[Any], Column]] = {
     "arithmetic": lambda F: (F.col("n") + 1) * 2 - F.col("m") / 3 - (F.col("n") - F.col("m")),
@@ -94,7 +95,7 @@ def test_columns_without_text_mix_with_others(rows: DataFrame) -> None:
     assert [row["x"] for row in found] == [15, 15, 23]
 
 
-def test_a_table_of_columns_takes_few_calls(rows: DataFrame, calls: Counter[str]) -> None:
+def test_a_table_of_columns_takes_few_calls(rows: DataFrame, calls: Calls) -> None:
     from txbroker.spark import expressions as F
 
     made = [(F.col("n") + n).alias(f"c{n}") for n in range(100)]
