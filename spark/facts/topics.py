@@ -65,6 +65,9 @@ class TopicReader:
             "kafka.isolation.level": "read_committed",
             # Kafka's default of 1 MiB needs eight times as many fetches.
             "kafka.max.partition.fetch.bytes": str(_FETCH_BYTES),
+            # Each task makes a consumer for each of its partitions, with all of Kafka's metrics.
+            "kafka.auto.include.jmx.reporter": "false",
+            "kafka.enable.metrics.push": "false",
             "minPartitions": str(tasks),
         }
         # The connector makes a task for each partition, however few records it has.
