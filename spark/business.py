@@ -25,7 +25,7 @@ from txbroker.core.routing import make_id
 from txbroker.errors import ConfigurationError
 from txbroker.spark import expressions as F
 from txbroker.spark.facts.messages import id_partition, id_time_ms
-from txbroker.spark.jdbc import JdbcTable, driver_class, ranges
+from txbroker.spark.jdbc import JdbcTable, quoted, ranges
 from txbroker.spark.judge.horizon import of_partition
 from txbroker.spark.judge.kinds import BUSINESS_KINDS, NOT_VISIBLE
 from txbroker.spark.schema import Terms
@@ -199,17 +199,10 @@ def _jdbc(spark: SparkSession, business: BusinessTable, half_partitions: int) ->
     Ids begin with their half partition, so ranges of ids are about equally large, and an index on
     the column helps.
     """
-    if not driver_class(spark, business.source):
-        raise ConfigurationError(
-            f"{business.shown} cannot be read: Spark has no JDBC driver for it; name the driver's "
-            "package with --conf spark.jars.packages=GROUP:ARTIFACT:VERSION"
-        )
     login = {"user": business.user, "password": business.password}
     table = JdbcTable(business.source, business.table, login)
     name = _column(table.rows(spark), business)
-    jvm: Any = spark.sparkContext._jvm
-    quoted = jvm.org.apache.spark.sql.jdbc.JdbcDialects.get(business.source).quoteIdentifier(name)
-    return table.rows(spark, id_ranges(quoted, half_partitions))
+    return table.rows(spark, id_ranges(quoted(business.source, name), half_partitions))
 
 
 def id_ranges(column: str, half_partitions: int) -> list[str]:

@@ -11,12 +11,12 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import lru_cache, partialmethod
+from importlib import import_module
 from typing import Any, cast
 
 import msgspec
-from pyspark.sql import Column, DataFrame, Observation
+from pyspark.sql import Column, DataFrame, Observation, is_remote
 from pyspark.sql import functions as spark
-from pyspark.sql.classic.column import Column as ClassicColumn
 from pyspark.sql.types import DataType
 
 broadcast, expr = spark.broadcast, spark.expr
@@ -28,7 +28,15 @@ _TEXT_MAX = 1000
 _numbers = itertools.count()
 
 
-class _Text(ClassicColumn):
+@lru_cache
+def _of_session(kind: type["_Text"], remote: bool) -> type["_Text"]:
+    """Return a kind of text that is one of the columns of the session, which has Java or, over
+    Spark Connect, has none."""
+    base = import_module(f"pyspark.sql.{'connect' if remote else 'classic'}.column").Column
+    return type(kind.__name__, (kind, base), {})
+
+
+class _Text(Column):
     """A column of which the SQL is known.
 
     Attributes:
@@ -38,17 +46,25 @@ class _Text(ClassicColumn):
     """
 
     def __new__(cls, *_given: Any) -> "_Text":
-        return object.__new__(cls)
+        return object.__new__(_of_session(cast(Any, cls), is_remote()))
 
     def __init__(self, sql: str, looseness: int = _ATOM, title: str | None = None) -> None:
         self.sql, self.looseness, self.title = sql, looseness, title
         self._parsed: Any = None
 
     @property
-    def _jc(self) -> Any:  # type: ignore[override]
+    def _column(self) -> Any:
         if self._parsed is None:
-            self._parsed = cast(Any, spark.expr(self.named))._jc
+            self._parsed = spark.expr(self.named)
         return self._parsed
+
+    @property
+    def _jc(self) -> Any:
+        return self._column._jc
+
+    @property
+    def _expr(self) -> Any:
+        return self._column._expr
 
     @property
     def named(self) -> str:
@@ -62,7 +78,7 @@ class _Text(ClassicColumn):
     def _operator(self, other: Any, *, sign: str, looseness: int, method: str) -> Column:
         right = _text(other)
         if right is None:
-            return cast(Column, getattr(ClassicColumn, method)(self, other))
+            return cast(Column, getattr(super(), method)(other))
         one, two = (right, self) if method.startswith("__r") else (self, right)
         # Only these may be chained, and only from the left.
         left = looseness if looseness in (_AND, _OR) else looseness - 1
@@ -77,7 +93,7 @@ class _Text(ClassicColumn):
     def __getitem__(self, key: Any) -> Column:
         at = _text(key)
         if at is None:
-            return ClassicColumn.__getitem__(self, key)
+            return super().__getitem__(key)
         return _Text(f"{self.within(_ATOM)}[{at.sql}]")
 
     def getField(self, name: Any) -> Column:
@@ -89,7 +105,7 @@ class _Text(ClassicColumn):
         texts = [_text(value) for value in values]
         known = [text.sql for text in texts if text is not None]
         if not texts or len(known) < len(texts):
-            return ClassicColumn.isin(self, *values)
+            return super().isin(*values)
         listed = ", ".join(known)
         return _Text(f"{self.within(_SUM)} IN ({listed})", _COMPARISON)
 
@@ -111,7 +127,7 @@ class _Text(ClassicColumn):
 
     def alias(self, *names: str, **kwargs: Any) -> Column:
         if len(names) != 1 or kwargs:
-            return ClassicColumn.alias(self, *names, **kwargs)
+            return super().alias(*names, **kwargs)
         return _Text(self.sql, self.looseness, names[0])
 
 
@@ -309,6 +325,8 @@ def select(rows: DataFrame, *columns: Column | str) -> DataFrame:
     if not all(isinstance(text, _Text) for text in texts):
         return rows.select(*columns)
     one = _BETWEEN.join(cast(_Text, text).named for text in texts)
+    if is_remote():
+        return rows.selectExpr(*one.split(_BETWEEN))
     spark_of, java = rows.sparkSession, cast(Any, rows)._jdf
     jvm = cast(Any, spark_of.sparkContext)._jvm
     return DataFrame(java.selectExpr(_separator(jvm).split(one)), spark_of)

@@ -111,17 +111,26 @@ def ranges(column: str, bounds: Sequence[str]) -> list[str]:
     return [f"{column} < {bounds[0]} OR {column} IS NULL", *between, f"{column} >= {bounds[-1]}"]
 
 
-def driver_class(spark: SparkSession, url: str) -> str:
-    """Return the class of the driver for a URL, "" if Spark has none.
+def quoted(url: str, name: str) -> str:
+    """Return a column's name as SQL of a database has it, by Spark's dialect for its URL."""
+    quote = "`" if url.lower().startswith(("jdbc:mysql:", "jdbc:databricks:")) else '"'
+    return f"{quote}{name.replace(quote, quote * 2)}{quote}"
 
-    Java itself only knows drivers that were there when it started, not those of packages.
+
+def driver_class(spark: SparkSession, url: str) -> str:
+    """Return the class of the driver for a URL.
+
+    Raises:
+        ConfigurationError: Spark has none.
     """
-    jvm: Any = spark.sparkContext._jvm
-    kind = jvm.java.lang.Class.forName("java.sql.Driver")
-    loader = jvm.org.apache.spark.util.Utils.getContextOrSparkClassLoader()
-    iterator = jvm.java.util.ServiceLoader.load(kind, loader).iterator()
-    while iterator.hasNext():
-        driver = iterator.next()
-        if driver.acceptsURL(url):
-            return str(driver.getClass().getName())
-    return ""
+    from txbroker.spark.launch.driver import driver_of
+
+    driver = driver_of(spark)
+    name = driver.jdbc_driver(url)
+    if not name:
+        kind = ":".join(url.split(":")[:2])
+        package = _PACKAGES.get(url.split(":")[1], "GROUP:ARTIFACT:VERSION")
+        raise ConfigurationError(
+            f"Spark has no JDBC driver for {kind}: load its package: {driver.loading(package)}"
+        )
+    return name

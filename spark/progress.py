@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 from rich import progress as bars
 from rich.console import Console
@@ -78,7 +78,7 @@ class SparkProgress:
     """The bar, on stderr by default, inside a `with` block. Any thread may call `stage`."""
 
     def __init__(self, spark: "SparkSession", console: Console | None = None) -> None:
-        self._watch = StageWatch(spark)
+        self._watch = _watch_of(spark)
         self._console = console or Console(stderr=True)
         self._bar = bars.Progress(
             bars.SpinnerColumn(),
@@ -131,6 +131,33 @@ class SparkProgress:
                     completed=tally.done,
                     rows=tally.shown(time.monotonic()),
                 )
+
+
+def _watch_of(spark: "SparkSession") -> "StageWatch | ReportedStages":
+    from pyspark.sql import is_remote
+
+    return ReportedStages(spark) if is_remote() else StageWatch(spark)
+
+
+class ReportedStages:
+    """Spark stages as a server of Spark Connect reports them, without records."""
+
+    def __init__(self, spark: "SparkSession") -> None:
+        self._known: dict[int, StageProgress] = {}
+        spark.registerProgressHandler(cast(Any, self._note))
+
+    def forget(self) -> None:
+        """Forget all stages so far."""
+        self._known = {}
+
+    def stages(self) -> list[StageProgress]:
+        """Return the stages that were reported."""
+        return list(self._known.values())
+
+    def _note(self, stages: Iterable[Any] | None, *_rest: Any, **_more: Any) -> None:
+        for stage in stages or ():
+            done = stage.num_completed_tasks
+            self._known[stage.stage_id] = StageProgress(stage.stage_id, stage.num_tasks, done, 0)
 
 
 class StageWatch:

@@ -62,7 +62,7 @@ from txbroker.spark.schema import (
     Terms,
     TopicNames,
 )
-from txbroker.spark.session import RunCost, spread
+from txbroker.spark.session import cost_from_now, spread
 from txbroker.spark.storage.folder import DataFolder, KeptFile, data_folder
 from txbroker.spark.tables.current import (
     counting_rows,
@@ -165,7 +165,7 @@ class _Audit:
         self._journal, self._on_stage, self._on_notice = journal, on_stage, on_notice
         self._folders = Folders(settings.out)
         self._cached: list[DataFrame] = []
-        self._cost = RunCost(spark)
+        self._cost = cost_from_now(spark)
 
     def run(self) -> RunSummary:
         self._began_s = time.monotonic()

@@ -6,7 +6,6 @@ for them.
 """
 
 import contextlib
-import importlib.util
 import os
 import re
 import shutil
@@ -15,13 +14,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import Struct
 
-from txbroker.errors import ConfigurationError, missing_extra
+from txbroker.errors import ConfigurationError
 from txbroker.spark.launch import daemon
 from txbroker.spark.launch.failures import in_words, why_not_launched, why_not_started
 from txbroker.spark.launch.java import ClassArchive, java_home
@@ -34,9 +32,10 @@ from txbroker.spark.launch.packages import (
     known_jars,
     note_jars,
 )
+from txbroker.spark.launch.remote import remote_session, server_of
 from txbroker.spark.launch.versions import (
-    check_classic,
     check_connector,
+    check_packages,
     check_pyspark,
     check_spark,
     spark_home,
@@ -47,6 +46,8 @@ from txbroker.spark.tables.formats import MERGED
 if TYPE_CHECKING:
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
+
+    from txbroker.spark.launch.driver import Cost
 
 
 _JAVA_OPTIONS = " ".join(
@@ -140,6 +141,7 @@ class SparkSettings(Struct, frozen=True):
         archives: write the archive of Java's classes where there is none, at the end: a session
             that does what most sessions do.
         brief: Java compiles without optimizing: for a session with less work than that takes.
+        remote: the URL of a Spark Connect server in place of a master; empty: SPARK_REMOTE.
     """
 
     master: str = ""
@@ -147,6 +149,12 @@ class SparkSettings(Struct, frozen=True):
     verbose: bool = False
     archives: bool = False
     brief: bool = False
+    remote: str = ""
+
+    @property
+    def server(self) -> str:
+        """The URL of the Spark Connect server; empty: there is none. See `server_of`."""
+        return server_of(self.master or self.conf.get("spark.master", ""), self.remote)
 
 
 @contextlib.contextmanager
@@ -158,10 +166,22 @@ def spark_session(settings: SparkSettings) -> Iterator["SparkSession"]:
             not start; the message names the next step.
     """
     require_pyspark()
-    check_classic(settings.master or settings.conf.get("spark.master", ""))
+    server = settings.server
     _quieten_pyspark(settings.verbose)
+    with _opened(settings, server) as spark:
+        _check_connector(spark)
+        _read_kafka_by_v2(spark)
+        yield spark
+
+
+@contextlib.contextmanager
+def _opened(settings: SparkSettings, server: str) -> Iterator["SparkSession"]:
     from pyspark import SparkContext
 
+    if server:
+        with remote_session(server, _DEFAULTS, settings.conf) as spark, in_words(None):
+            yield spark
+        return
     if "PYSPARK_GATEWAY_PORT" in os.environ or SparkContext._active_spark_context is not None:
         with _submitted(settings) as spark:
             keep_names(cast(Any, spark.sparkContext)._jvm)
@@ -179,13 +199,7 @@ def spark_session(settings: SparkSettings) -> Iterator["SparkSession"]:
 def require_pyspark() -> None:
     """Raise a ConfigurationError where pyspark or one of its dependencies is not installed, or
     pyspark has another version."""
-    for module in _PACKAGES:
-        try:
-            spec = importlib.util.find_spec(module)
-        except ModuleNotFoundError:  # its parent package is missing too
-            spec = None
-        if spec is None:
-            raise missing_extra(module, "spark")
+    check_packages(_PACKAGES)
     check_pyspark()
 
 
@@ -234,7 +248,6 @@ def _started(settings: SparkSettings, folder: Path) -> Iterator["SparkSession"]:
             spark = SparkSession(context)
         except Exception as error:
             raise ConfigurationError(why_not_started(master, error)) from None
-        _check_connector(context)
         with in_words(log):
             yield spark
         whole = True
@@ -403,7 +416,6 @@ def _submitted(settings: SparkSettings) -> Iterator["SparkSession"]:
     except Exception as error:
         raise ConfigurationError(why_not_started(settings.master, error)) from None
     try:
-        _check_connector(context)
         with in_words(None):
             yield spark
     finally:
@@ -414,7 +426,8 @@ def _submitted(settings: SparkSettings) -> Iterator["SparkSession"]:
 
 # --- what Spark has loaded -----------------------------------------------------------------------
 
-_EXTENSIONS = "spark.sql.extensions"
+EXTENSIONS = "spark.sql.extensions"
+_V1_SOURCES = "spark.sql.sources.useV1SourceList"
 
 
 def _load_extensions(context: "SparkContext") -> None:
@@ -422,23 +435,36 @@ def _load_extensions(context: "SparkContext") -> None:
 
     It reads the setting when it begins, and shows Java's trace of each class that is missing.
     """
-    conf: Any = context._jsc.sc().conf()
-    loaded = [conf.get(_EXTENSIONS, "")]
-    loaded += [each.extension for each in MERGED.values() if _source(context, each.extension)]
+    from txbroker.spark.launch.driver import JavaDriver
+
+    conf: Any = cast(Any, context)._jsc.sc().conf()
+    driver, loaded = JavaDriver(context), [conf.get(EXTENSIONS, "")]
+    loaded += [each.extension for each in MERGED.values() if driver.jars_of(each.extension)]
     if names := ",".join(dict.fromkeys(filter(None, loaded))):
-        conf.set(_EXTENSIONS, names)
+        conf.set(EXTENSIONS, names)
 
 
-def _check_connector(context: "SparkContext") -> None:
+def _check_connector(spark: "SparkSession") -> None:
     """Raise a ConfigurationError where Spark has no Kafka connector, or one that does not fit."""
-    wanted = coordinates(context.version)
-    source = _source(context, KAFKA_SOURCE)
-    if source is None:
+    from txbroker.spark.launch.driver import driver_of
+
+    wanted, driver = coordinates(spark.version), driver_of(spark)
+    jars = driver.jars_of(KAFKA_SOURCE)
+    if jars is None:
         raise ConfigurationError(
-            f"Spark {context.version} has no Kafka connector: run spark-submit with --packages "
-            f"{wanted}"
+            f"Spark {spark.version} has no Kafka connector: {driver.loading(wanted)}"
         )
-    check_connector(source, context.version, wanted)
+    for jar in jars:
+        check_connector(jar, spark.version, wanted)
+
+
+def _read_kafka_by_v2(spark: "SparkSession") -> None:
+    """Let Spark load the Kafka source by its newer interface.
+
+    The older one, the default for batches, creates an object for each header.
+    """
+    sources = (spark.conf.get(_V1_SOURCES) or "").split(",")
+    spark.conf.set(_V1_SOURCES, ",".join(source for source in sources if source != "kafka"))
 
 
 _KEPT_NAMES = (
@@ -465,22 +491,6 @@ def keep_names(jvm: Any) -> None:
         for name in methods:
             with contextlib.suppress(Py4JError):  # other versions of Spark may not have it
                 setattr(place, name, getattr(place, name))
-
-
-def has_class(spark: "SparkSession", name: str) -> bool:
-    """Return whether Spark has loaded a package with this class."""
-    return _source(spark.sparkContext, name) is not None
-
-
-def _source(context: "SparkContext", name: str) -> str | None:
-    """Return the URL of the jar that has a class; None where there is none."""
-    jvm: Any = context._jvm
-    loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()
-    try:
-        kind = jvm.java.lang.Class.forName(name, False, loader)
-        return str(kind.getProtectionDomain().getCodeSource().getLocation())
-    except Exception:
-        return None
 
 
 _PARTITIONS = "spark.sql.shuffle.partitions"
@@ -514,28 +524,24 @@ def spread(spark: "SparkSession", rows: int | None, stored: int = 0) -> Iterator
     small audit, where each task costs more than its rows, and too few for a large one. A
     `spark.sql.shuffle.partitions` that Spark was started with stays.
     """
+    from txbroker.spark.launch.driver import driver_of
+
     is_small = rows is not None and rows < _SMALL_BELOW and stored < _STORED_BELOW
     fitting = _SMALL if is_small else {}
-    cores = _cores_to_use(spark.sparkContext)
-    if cores:
-        tasks = tasks_for(rows, cores)
-        fitting = {**fitting, _PARTITIONS: str(tasks)}
+    driver = driver_of(spark)
+    if not driver.tasks_fixed:
+        fitting = {**fitting, _PARTITIONS: str(tasks_for(rows, driver.cores))}
     with contextlib.ExitStack() as settings:
         for name, value in fitting.items():
             settings.enter_context(setting(spark, name, value))
         yield
 
 
-@lru_cache(maxsize=1)
-def _cores_to_use(context: "SparkContext") -> int:
-    """Return the number of cores; 0 where Spark was started with a number of tasks."""
-    fixed = cast(Any, context)._jsc.sc().conf().contains(_PARTITIONS)
-    return 0 if fixed else context.defaultParallelism
+def cost_from_now(spark: "SparkSession") -> "Cost":
+    """Return the cost of all that the session does from now on."""
+    from txbroker.spark.launch.driver import driver_of
 
-
-def _context(spark: "SparkSession") -> Any:
-    """Return Spark's context as Java has it: a call of Python's copies all settings."""
-    return cast(Any, spark.sparkContext)._jsc.sc()
+    return driver_of(spark).cost()
 
 
 @contextmanager
@@ -562,50 +568,6 @@ def tasks_for(rows: int | None, cores: int) -> int:
     return max(min(cores, 1 + rows // _ROWS_A_CORE), -(-rows // ROWS_A_TASK))
 
 
-COSTS = ("jobs", "tasks", "cpu_ms", "input_bytes", "shuffle_bytes", "spill_bytes")
-
-
-class RunCost:
-    """What Spark spends from now on, from the store of its web pages."""
-
-    def __init__(self, spark: "SparkSession") -> None:
-        self._context = _context(spark)
-        self._jobs, self._stages = self._so_far()
-
-    def so_far(self) -> dict[str, int]:
-        """Return counts of Spark, by the names of `tables.layout.RUNS`.
-
-        A session keeps its last thousand jobs and stages.
-        """
-        jobs, stages = self._so_far()
-        store = self._context.statusStore()
-        cost = dict.fromkeys(COSTS, 0) | {"jobs": jobs - self._jobs}
-        for number in range(self._stages, stages):
-            try:
-                stage = store.lastStageAttempt(number)
-            except Exception:  # the store has dropped it
-                continue
-            tasks = stage.numCompleteTasks()
-            if not tasks:
-                continue  # what it would compute was there
-            cost["tasks"] += tasks
-            cost["cpu_ms"] += stage.executorCpuTime() // 1_000_000
-            cost["input_bytes"] += stage.inputBytes()
-            cost["shuffle_bytes"] += stage.shuffleWriteBytes()
-            cost["spill_bytes"] += stage.diskBytesSpilled()
-        return cost
-
-    def _so_far(self) -> tuple[int, int]:
-        """Return how many jobs and stages there were in the session: both are numbered."""
-        jobs = int(self._context.dagScheduler().numTotalJobs())
-        if not jobs:
-            return 0, 0
-        # The store follows events, which Spark delivers later.
-        self._context.listenerBus().waitUntilEmpty()
-        of_last = self._context.statusStore().job(jobs - 1).stageIds()
-        return jobs, 1 + max(of_last.apply(number) for number in range(of_last.size()))
-
-
 MASTERS = ("yarn", "k8s://")
 """The masters that run a driver in Python; a standalone one does not."""
 
@@ -628,6 +590,7 @@ def submit(settings: SparkSettings, script: Path, arguments: Sequence[str]) -> i
     require_pyspark()
     import pyspark
 
+    server_of(settings.master, settings.remote)
     if not settings.master.startswith(MASTERS):
         raise ConfigurationError(
             f"--deploy-mode cluster needs --master yarn or k8s://URL: the master "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import click
 from msgspec import structs
 
-from txbroker.cli.audit.run import names_of, output_folder, started, terms_of
+from txbroker.cli.audit.run import check_server, names_of, output_folder, started, terms_of
 from txbroker.cli.run import CommandFailed, usage_errors
 from txbroker.config.settings import Settings
 from txbroker.errors import TxbrokerError
@@ -119,20 +119,25 @@ def run_all(
         accepted: list[tuple[Settings, DataFolder, AuditRequest]] = []
         running, waiting = None, 0
         spark = structs.replace(spark, archives=True)
-        if any(isinstance(settings.data_dir, str) for settings in each):
-            running = stack.enter_context(started(spark))  # reaches URIs
-        for settings in each:  # all that can be refused before Spark starts
+        requests = [request.of(settings, several=several) for settings in each]
+        outs = [str(own.out) for own in requests]
+        check_server(spark, *outs)
+        stores = [one.data_dir for one in each if isinstance(one.data_dir, str)]
+        if stores:
+            running = stack.enter_context(started(spark, *stores, *outs))  # reaches URIs
+        # All that can be refused before Spark starts.
+        for settings, own in zip(each, requests, strict=True):
             with noted(settings):
                 folder = data_folder(settings.data_dir, running and running[0])
                 stack.enter_context(folder.alone())
-                journal, own = Journal(folder.journal), request.of(settings, several=several)
+                journal = Journal(folder.journal)
                 last = journal.last()
                 _check(settings, own, journal.series())
                 waiting += _backlog(settings, request.mode, last)
                 accepted.append((settings, folder, own))
         if accepted and running is None:
             brief = structs.replace(spark, brief=waiting < BRIEF_MAX)
-            running = stack.enter_context(started(brief))
+            running = stack.enter_context(started(brief, *outs))
         for settings, folder, own in accepted:
             if several:
                 _notice(f"Installation {settings.topic_prefix}:")

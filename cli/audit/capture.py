@@ -46,7 +46,7 @@ def run_capture(
     """Audit a capture; see `read_capture`, and `CaptureTerms` for the terms."""
     with (
         read_capture(settings, capture, names, CaptureTerms(**terms)) as (audit, reads),
-        started(spark, "comparing rows with records") as (session, _),
+        started(spark, str(audit.folder), stage="comparing rows with records") as (session, _),
     ):
         return audit_capture(session, access_from(settings), audit, reads)
 

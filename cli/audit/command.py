@@ -52,6 +52,15 @@ _SPARK_OPTIONS: Callable[[F], F] = with_options(
         shown="local[*]",
     ),
     env_option(
+        "--remote",
+        "In place of --master, a server of Spark Connect: sc://HOST:PORT. It shares --out with "
+        "this machine.",
+        section="Spark",
+        metavar="URL",
+        default="",
+        shown="SPARK_REMOTE",
+    ),
+    env_option(
         "--deploy-mode",
         "Where Spark's driver runs: on this machine, or in the cluster of --master (yarn, k8s).",
         section="Spark",

@@ -16,7 +16,9 @@ from txbroker.cli.options import Moment
 from txbroker.cli.run import CommandFailed
 from txbroker.config.settings import ENV_PREFIX, SECRET_SETTINGS, Settings
 from txbroker.errors import needs
+from txbroker.spark.launch.remote import check_shared
 from txbroker.spark.session import SparkSettings, require_pyspark, spark_session
+from txbroker.spark.storage.local import check_local
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -41,8 +43,10 @@ def spark_settings(options: dict[str, Any], *, optional: bool = False) -> tuple[
     if not optional:
         require_pyspark()
     conf = dict(_setting(text) for text in options.pop("conf"))
-    settings = SparkSettings(options.pop("master"), conf, options.pop("verbose"))
-    where = options.pop("deploy_mode")
+    remote, where = options.pop("remote"), options.pop("deploy_mode")
+    settings = SparkSettings(options.pop("master"), conf, options.pop("verbose"), remote=remote)
+    if where == "cluster" and remote:
+        raise click.UsageError("--deploy-mode cluster and --remote exclude one another")
     if where == "cluster" and not settings.master.startswith(("yarn", "k8s://")):
         raise click.UsageError("--deploy-mode cluster needs --master yarn or --master k8s://URL")
     return settings, where
@@ -92,7 +96,7 @@ def journal_of(settings: Settings, spark: SparkSettings) -> Iterator["Journal"]:
     with ExitStack() as stack:
         session = None
         if isinstance(settings.data_dir, str):
-            session, _ = stack.enter_context(session_of(spark))
+            session, _ = stack.enter_context(session_of(spark, settings.data_dir))
         yield Journal(data_folder(settings.data_dir, session).journal)
 
 
@@ -150,30 +154,47 @@ def ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+def check_server(settings: SparkSettings, *folders: str) -> str:
+    """Return the URL of the Spark Connect server, if there is one; refuse folders that it cannot
+    share with this machine."""
+    server = settings.server
+    for folder in folders if server else ():
+        check_local(folder)
+    return server
+
+
 @contextmanager
-def session_of(settings: SparkSettings) -> Iterator[tuple["SparkSession", "Console"]]:
+def session_of(
+    settings: SparkSettings, *folders: str
+) -> Iterator[tuple["SparkSession", "Console"]]:
     """Run Spark within the block, and yield the console for its progress; SIGTERM acts as
-    Ctrl-C."""
+    Ctrl-C. `folders`: those that a server of Spark Connect has to share with this machine."""
     from rich.console import Console
 
+    server = check_server(settings, *folders)
     console = Console(stderr=True)
     with ended_by_sigterm(), ExitStack() as stack:
         # Spark's own output would garble a progress bar.
         quiet = not console.is_terminal or settings.verbose
         with nullcontext() if quiet else console.status("starting Spark"):
             session = stack.enter_context(spark_session(settings))
+            for folder in folders if server else ():
+                check_shared(session, folder)
         yield session, Console(quiet=True) if quiet else console
 
 
 @contextmanager
 def started(
-    settings: SparkSettings, stage: str = ""
+    settings: SparkSettings, *folders: str, stage: str = ""
 ) -> Iterator[tuple["SparkSession", "SparkProgress"]]:
     """Run Spark within the block as `session_of`, with its progress on stderr. `stage`: the first
     that it names."""
     from txbroker.spark.progress import SparkProgress
 
-    with session_of(settings) as (session, console), SparkProgress(session, console) as bar:
+    with (
+        session_of(settings, *folders) as (session, console),
+        SparkProgress(session, console) as bar,
+    ):
         if stage:
             bar.stage(stage)
         yield session, bar
@@ -189,6 +210,11 @@ def follow(
     every_s: float,
 ) -> None:
     """Audit continuously until SIGINT or SIGTERM; findings go to stderr too."""
+    if spark.server:
+        raise CommandFailed(
+            "audit stream does not run over Spark Connect, which would call its functions on the "
+            "server, without this machine's access to Kafka: use --master, or `audit run` often"
+        )
     with started(spark) as (session, bar):
         from txbroker.spark.access import access_from
         from txbroker.spark.stream.stream import StreamSettings, start_stream

@@ -30,7 +30,7 @@ def run_sql(
         catalog: register the tables in this database of the catalogue; empty: do not.
     """
     conf = {"spark.sql.catalogImplementation": "hive"} if catalog else {}
-    with session_of(structs.replace(spark, conf={**conf, **spark.conf})) as (session, _):
+    with session_of(structs.replace(spark, conf={**conf, **spark.conf}), out) as (session, _):
         from txbroker.spark.query.views import open_tables, register
         from txbroker.spark.tables.store import open_store
 

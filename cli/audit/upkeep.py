@@ -9,7 +9,7 @@ from txbroker.spark.session import SparkSettings
 
 def run_compact(settings: Settings, spark: SparkSettings, out: str) -> None:
     """Compact the tables, and report it on stderr."""
-    with started(spark, "joining small files") as (session, _):
+    with started(spark, out, stage="joining small files") as (session, _):
         from txbroker.spark.storage.folder import data_folder
         from txbroker.spark.tables.upkeep import compact
 
@@ -21,7 +21,7 @@ def run_compact(settings: Settings, spark: SparkSettings, out: str) -> None:
 
 def run_expire(settings: Settings, spark: SparkSettings, out: str, keep_days: int) -> None:
     """Remove old rows from the tables, and report it on stderr."""
-    with started(spark, "removing old days") as (session, _):
+    with started(spark, out, stage="removing old days") as (session, _):
         from txbroker.spark.storage.folder import data_folder
         from txbroker.spark.tables.upkeep import expire
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +15,9 @@ from pyspark.sql import DataFrame, SparkSession
 from txbroker.spark.access import AuditError, AuditKafka
 from txbroker.spark.facts.bounds import FarRanges, around, as_row, chunks
 from txbroker.spark.facts.messages import with_at_ms
+from txbroker.spark.launch.driver import driver_of
 from txbroker.spark.schema import TopicRead
-from txbroker.spark.session import setting
 
-_V1_SOURCES = "spark.sql.sources.useV1SourceList"
 _RECORDS_MIN, _RECORDS_MAX = 10_000, 500_000
 """Bounds of a task's records; the lower one holds if all cores have work."""
 _FETCH_BYTES = 8 << 20
@@ -53,7 +52,7 @@ class TopicReader:
         if not reads:
             return self._spark.createDataFrame([], KAFKA)
         count = sum(map(count_of, reads))
-        cores = self._spark.sparkContext.defaultParallelism
+        cores = driver_of(self._spark).cores
         tasks = max(1, min(2 * cores, count // _RECORDS_MIN), count // _RECORDS_MAX)
         options = {
             **self._access.options,
@@ -71,17 +70,9 @@ class TopicReader:
             "minPartitions": str(tasks),
         }
         # The connector makes a task for each partition, however few records it has.
-        return with_at_ms(self._load(options).coalesce(tasks))
-
-    def _load(self, options: Mapping[str, str]) -> DataFrame:
-        """Load the Kafka source through its newer interface.
-
-        The older one, the default for batches, creates an object for each header.
-        """
-        sources = (self._spark.conf.get(_V1_SOURCES) or "").split(",")
-        others = ",".join(source for source in sources if source != "kafka")
-        with setting(self._spark, _V1_SOURCES, others), in_words():
-            return self._spark.read.format("kafka").options(**options).load()
+        with in_words():
+            records = self._spark.read.format("kafka").options(**options).load()
+        return with_at_ms(records.coalesce(tasks))
 
 
 def count_of(read: TopicRead) -> int:

@@ -11,6 +11,7 @@ from txbroker.spark.launch.packages import coordinates, repository_shown
 
 _LENGTH_MAX = 300
 _CAUSES_MAX = 20
+_SERVER_GONE = r"StatusCode\.UNAVAILABLE|failed to connect to all|INVALID_HANDLE\.SESSION_"
 _VERBOSE = "--verbose shows Spark's own messages"
 
 
@@ -95,6 +96,11 @@ def in_words(log: Path | None) -> Iterator[None]:
 def _why_it_failed(error: Exception) -> str:
     causes = list(_causes(error))
     text = "\n".join(causes)
+    if re.search(_SERVER_GONE, text):
+        return (
+            "the Spark Connect server ended, or is not reachable any more: see its log, start it, "
+            "and run the command again"
+        )
     if "OutOfMemoryError" in text:
         return (
             "Spark ran out of memory: give it more with --conf spark.driver.memory=4g "
@@ -113,10 +119,12 @@ def _of_python(text: str) -> str | None:
 
 
 def _causes(error: BaseException) -> Iterator[str]:
-    """Yield the text of an error, then of each of its causes in Java."""
+    """Yield the text of an error, then of each of its causes in Java, which Spark Connect lists."""
     raised = getattr(error, "java_exception", None) or getattr(error, "_origin", None)
     if raised is None:
-        yield str(error)
+        text = str(error)
+        yield text
+        yield from re.findall(r"^Caused by: (.+)$", text, re.MULTILINE)
         return
     for _ in range(_CAUSES_MAX):
         yield str(raised.toString())

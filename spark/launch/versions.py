@@ -1,13 +1,14 @@
 """The versions of Spark that the audit runs with, and the one that is here."""
 
+import importlib.util
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
-from txbroker.errors import ConfigurationError
+from txbroker.errors import ConfigurationError, missing_extra
 
 SCALA = "2.13"
-_REMOTE = ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED")
 SERIES = ("4.0", "4.1", "4.2")
 """The tests run with each of them: `make spark-matrix`."""
 
@@ -30,6 +31,17 @@ def spark_home() -> Path:
     return Path(os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent)
 
 
+def check_packages(modules: Iterable[str]) -> None:
+    """Raise a ConfigurationError where one of these modules is not installed."""
+    for module in modules:
+        try:
+            spec = importlib.util.find_spec(module)
+        except ModuleNotFoundError:  # its parent package is missing too
+            spec = None
+        if spec is None:
+            raise missing_extra(module, "spark")
+
+
 def check_pyspark() -> None:
     """Raise a ConfigurationError where pyspark is of another series."""
     import pyspark
@@ -38,22 +50,6 @@ def check_pyspark() -> None:
         raise ConfigurationError(
             f"pyspark is {pyspark.__version__}, and the audit runs with {', '.join(SERIES)}: run "
             "pip install 'txbroker[spark]', or use a cluster with one of these"
-        )
-
-
-def check_classic(master: str) -> None:
-    """Raise a ConfigurationError where the session would be one of Spark Connect, which gives
-    Python no access to Java.
-
-    Args:
-        master: the chosen one, or "".
-    """
-    remote = next((name for name in _REMOTE if os.environ.get(name)), None)
-    if remote is not None or master.startswith("sc://"):
-        raise ConfigurationError(
-            f"{remote or f'--master {master}'} asks for Spark Connect, and the audit needs the "
-            "driver's Java: name the cluster itself with --master, or call it by spark-submit "
-            "there" + ("" if remote is None else f", and unset {remote}")
         )
 
 

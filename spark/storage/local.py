@@ -23,6 +23,16 @@ def local_path(path: str) -> Path | None:
     return Path("/" + path[len("file:") :].lstrip("/")) if scheme == "file" else None
 
 
+def check_local(path: str) -> None:
+    """Raise a ConfigurationError where only the Java of a session reaches a path."""
+    if local_path(path) is None:
+        raise ConfigurationError(
+            f"{path} cannot be used with Spark Connect, where Python has no Java: name a folder "
+            "that this machine shares with Spark's executors, as a path or file: URI; or use "
+            "--master"
+        )
+
+
 class LocalStorage:
     """Local files; see `storage.Storage`."""
 

@@ -8,9 +8,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
-from txbroker.errors import ConfigurationError
 from txbroker.spark.storage.hadoop import HadoopStorage, default_scheme
-from txbroker.spark.storage.local import LocalStorage, local_path
+from txbroker.spark.storage.local import LocalStorage, check_local, local_path
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -64,16 +63,12 @@ def storage_of(spark: "SparkSession", path: str) -> Storage:
         ConfigurationError: it is not local, and the session has no Java (Spark Connect).
     """
     context: Any = getattr(spark, "_sc", None)
+    if context is None:
+        check_local(path)
     if local_path(path) is not None and (
         context is None or urlsplit(path).scheme or default_scheme(context) == "file"
     ):
         return LocalStorage()
-    if context is None:
-        raise ConfigurationError(
-            f"{path} cannot be used with Spark Connect, where Python has no Java: name a folder "
-            "that this machine shares with Spark's executors, as a path or file: URI; or use "
-            "--master"
-        )
     return _on_hadoop(context)
 
 

@@ -111,7 +111,7 @@ RUNS = Table(
 `began_at`: the run's now, by the brokers' clocks; `started_at`: by the auditing machine's.
 `version`: of txbroker. `drift`: number of findings of each kind in this run. `checks`: the
 thresholds. `cost`: counts of Spark: `shuffle_bytes`, `spill_bytes`, `input_bytes`, `cpu_ms`,
-`tasks`, `jobs`.
+`tasks`, `jobs`; none over Spark Connect.
 """
 
 LATENCY = Table(

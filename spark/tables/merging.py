@@ -12,8 +12,9 @@ from pyspark.sql.types import StructField
 
 from txbroker.errors import ConfigurationError
 from txbroker.spark import expressions as F
+from txbroker.spark.launch.driver import driver_of
 from txbroker.spark.launch.versions import series
-from txbroker.spark.session import has_class, setting
+from txbroker.spark.session import EXTENSIONS, setting
 from txbroker.spark.storage.storage import storage_of
 from txbroker.spark.tables.formats import TableFormat
 from txbroker.spark.tables.judged import same_keys
@@ -38,7 +39,9 @@ class MergedTables:
         # Spark keeps a catalog for the whole session, so each folder has its own.
         self._catalog = f"audit_{zlib.crc32(out.encode()):08x}"
         _, implementation = next(iter(table_format.catalog.items()))
-        if not has_class(spark, implementation):
+        driver = driver_of(spark)
+        extended = table_format.extension in (spark.conf.get(EXTENSIONS, "") or "")
+        if not (extended and driver.jars_of(implementation)):
             package = table_format.packages.get(series(spark.version))
             raise ConfigurationError(
                 f"the tables in {out} are of {table_format.title}, "
@@ -46,8 +49,8 @@ class MergedTables:
                     f"which has no package for Spark {spark.version}: use pyspark "
                     f"{max(table_format.packages)}"
                     if package is None
-                    else "and Spark has not loaded its package: add --conf "
-                    f"spark.jars.packages={package}"
+                    else "and Spark has not loaded its package: "
+                    + driver.loading(package, table_format.extension)
                 )
             )
         for name, value in table_format.catalog.items():
@@ -60,7 +63,7 @@ class MergedTables:
             return empty
         rows = self._spark.table(self._name(table))
         missing = {f.name: F.lit(None).cast(f.dataType) for f in self._missing(table)}
-        return rows.withColumns(missing).select(empty.columns)
+        return rows.select(*(missing.get(name, F.col(name)).alias(name) for name in empty.columns))
 
     def stage(self, staged: str, table: Table, rows: DataFrame, known: DataFrame | None) -> None:
         """Write the new rows, and the keys of the known ones."""
@@ -101,7 +104,7 @@ class MergedTables:
         """Join small files, and remove those of versions older than the table keeps."""
         if not self._exists(table):
             return 0
-        tasks = self._spark.sparkContext.defaultParallelism
+        tasks = driver_of(self._spark).cores
         done = self._spark.sql(self._filled(self._format.compaction, table))
         row = done.selectExpr(f"sum({self._format.files}) AS files").first()
         with setting(self._spark, _LISTING_TASKS, str(tasks)):

@@ -13,9 +13,10 @@ from tests.spark.planted_cases import Planted
 from tests.spark.planting import Planting, access_to
 from txbroker.spark.access import AuditKafka
 from txbroker.spark.journal import Journal
+from txbroker.spark.launch.driver import COSTS, driver_of
 from txbroker.spark.run import AuditSettings, run_audit
 from txbroker.spark.schema import RunSummary
-from txbroker.spark.session import COSTS, ROWS_A_TASK, RunCost, spread, tasks_for
+from txbroker.spark.session import ROWS_A_TASK, spread, tasks_for
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -46,7 +47,7 @@ async def spent(
     spark: SparkSession, access: AuditKafka, settings: AuditSettings, calls: Calls
 ) -> tuple[RunSummary, Budget]:
     """Audit once; return what it has cost, with its own row."""
-    jobs, before, written = RunCost(spark), calls.total(), calls.characters
+    jobs, before, written = driver_of(spark).cost(), calls.total(), calls.characters
     summary = await asyncio.to_thread(run_audit, spark, access, settings)
     made, characters = calls.total() - before, calls.characters - written
     return summary, Budget(jobs.so_far()["jobs"], made, characters)
@@ -103,7 +104,7 @@ def test_only_what_was_spent_since_counts(spark: SparkSession) -> None:
         spark.range(0, 1000, 1, 3).selectExpr("id % 7 AS k").groupBy("k").count().collect()
 
     count()
-    cost = RunCost(spark)
+    cost = driver_of(spark).cost()
     assert cost.so_far() == dict.fromkeys(COSTS, 0)
     count()
     once = cost.so_far()

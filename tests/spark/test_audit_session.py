@@ -285,28 +285,6 @@ def test_a_spark_that_does_not_fit_is_named_before_it_starts(
         _check_versions()
 
 
-@pytest.mark.parametrize(
-    ("remote", "master", "reason"),
-    [
-        (
-            "sc://a:15002",
-            "",
-            "SPARK_REMOTE asks for Spark Connect, .* unset SPARK_REMOTE$",
-        ),
-        ("", "sc://a:15002", "--master sc://a:15002 asks for Spark Connect, and .* there$"),
-    ],
-)
-def test_spark_connect_is_refused_before_it_starts(
-    monkeypatch: pytest.MonkeyPatch, remote: str, master: str, reason: str
-) -> None:
-    monkeypatch.setenv("SPARK_REMOTE", remote)
-    with (
-        pytest.raises(ConfigurationError, match=reason),
-        session.spark_session(SparkSettings(master)),
-    ):
-        raise AssertionError("it has started")
-
-
 def test_the_spark_of_a_vendor_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "jars").mkdir()
     (tmp_path / "jars" / "spark-core_2.13-4.0.1-amzn-0.jar").touch()
