@@ -31,7 +31,8 @@ def connector() -> None:
     folder = spark_home() / "jars"
     if not os.access(folder, os.W_OK):
         raise ConfigurationError(f"{folder} cannot be written: run it as the user that owns it")
-    for jar in jars:
+    # The connector last: where it is, the others are.
+    for jar in sorted(jars, key=lambda path: "spark-sql-kafka" in path.name):
         click.echo(shutil.copy2(jar, folder))
 
 

@@ -31,6 +31,7 @@ from txbroker.spark.launch.packages import (
     ivy_conf,
     known_jars,
     note_jars,
+    own_jars,
 )
 from txbroker.spark.launch.remote import remote_session, server_of
 from txbroker.spark.launch.versions import (
@@ -306,6 +307,9 @@ def _conf(settings: SparkSettings, master: str, folder: Path) -> dict[str, str]:
         **settings.conf,
         "spark.master": master,
     }
+    if not (connector["spark.jars.packages"] or master.startswith("local")):
+        given_jars = settings.conf.get("spark.jars")
+        conf["spark.jars"] = ",".join(filter(None, (given_jars, *own_jars())))
     for name in ("spark.jars.packages", "spark.jars.excludes"):
         conf[name] = ",".join(filter(None, (connector[name], settings.conf.get(name))))
     conf |= known_jars(conf)

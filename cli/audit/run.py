@@ -46,7 +46,9 @@ def spark_settings(options: dict[str, Any], *, optional: bool = False) -> tuple[
     remote, where = options.pop("remote"), options.pop("deploy_mode")
     settings = SparkSettings(options.pop("master"), conf, options.pop("verbose"), remote=remote)
     if where == "cluster" and remote:
-        raise click.UsageError("--deploy-mode cluster and --remote exclude one another")
+        raise click.UsageError(
+            "--deploy-mode cluster and --remote exclude one another: leave one of them out"
+        )
     if where == "cluster" and not settings.master.startswith(("yarn", "k8s://")):
         raise click.UsageError("--deploy-mode cluster needs --master yarn or --master k8s://URL")
     return settings, where
@@ -213,7 +215,8 @@ def follow(
     if spark.server:
         raise CommandFailed(
             "audit stream does not run over Spark Connect, which would call its functions on the "
-            "server, without this machine's access to Kafka: use --master, or `audit run` often"
+            "server, without this machine's access to Kafka: use --master, without "
+            "SPARK_REMOTE, or `audit run` often"
         )
     with started(spark) as (session, bar):
         from txbroker.spark.access import access_from

@@ -29,8 +29,14 @@ def run_sql(
         limit: maximum number of rows.
         catalog: register the tables in this database of the catalogue; empty: do not.
     """
+    if spark.server:
+        raise CommandFailed(
+            "audit sql does not run over Spark Connect, where no plan shows whether a statement "
+            "only reads: use --master, without SPARK_REMOTE, or read the tables with the server's "
+            "own SQL"
+        )
     conf = {"spark.sql.catalogImplementation": "hive"} if catalog else {}
-    with session_of(structs.replace(spark, conf={**conf, **spark.conf}), out) as (session, _):
+    with session_of(structs.replace(spark, conf={**conf, **spark.conf})) as (session, _):
         from txbroker.spark.query.views import open_tables, register
         from txbroker.spark.tables.store import open_store
 

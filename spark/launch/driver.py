@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 COSTS = ("jobs", "tasks", "cpu_ms", "input_bytes", "shuffle_bytes", "spill_bytes")
-_METASTORES = ("hive.metastore.uris", "javax.jdo.option.ConnectionURL")
 _TASKS = "spark.sql.shuffle.partitions"
 
 
@@ -32,15 +31,12 @@ class Driver(Protocol):
     Attributes:
         cores: tasks that the cluster runs at a time.
         tasks_fixed: whether Spark was started with a number of tasks for each shuffle.
-        metastore: how to name a Hive metastore to it; empty: it has one.
     """
 
     @property
     def cores(self) -> int: ...
     @property
     def tasks_fixed(self) -> bool: ...
-    @property
-    def metastore(self) -> str: ...
 
     def jars_of(self, name: str) -> list[str] | None:
         """Return the URLs of the jars of which one may have a class; None where Spark has not
@@ -60,7 +56,7 @@ class JavaDriver:
     """The driver in Java beside this process; see `Driver`. `context`: its `SparkContext`."""
 
     def __init__(self, context: Any) -> None:
-        self._jvm, self._java = context._jvm, context._jsc
+        self._jvm = context._jvm
         # A call of Python's copies all settings.
         self._context = context._jsc.sc()
 
@@ -73,16 +69,6 @@ class JavaDriver:
     def tasks_fixed(self) -> bool:
         """Ask the settings of its start."""
         return bool(self._context.conf().contains(_TASKS))
-
-    @property
-    def metastore(self) -> str:
-        """Without one, Spark would make an empty one in the current folder."""
-        if any(map(self._java.hadoopConfiguration().get, _METASTORES)):
-            return ""
-        return (
-            "name it with --conf spark.hadoop.hive.metastore.uris=thrift://HOST:9083, or by a "
-            "hive-site.xml in SPARK_CONF_DIR"
-        )
 
     def jars_of(self, name: str) -> list[str] | None:
         """Ask the class."""

@@ -59,7 +59,7 @@ def ivy_conf(spark_version: str, folder: Path) -> dict[str, str]:
 
     `folder`: for Ivy's settings file; it must exist until Spark has started.
     """
-    there = any((spark_home() / "jars").glob("*spark-sql-kafka-0-10_*.jar"))
+    there = bool(_own("spark-sql-kafka-0-10_"))
     settings = folder / "ivysettings.xml"
     settings.touch(mode=0o600)  # it may hold a password
     settings.write_text(_settings_text(repository()))
@@ -69,6 +69,16 @@ def ivy_conf(spark_version: str, folder: Path) -> dict[str, str]:
         "spark.jars.ivy": str(ivy_dir()),
         "spark.jars.ivySettings": str(settings),
     }
+
+
+def own_jars() -> list[str]:
+    """Return the connector's jars in Spark's folder, which executors on other machines may lack."""
+    names = ("spark-sql-kafka-0-10_", "spark-token-provider-kafka-0-10_", "kafka-clients-")
+    return [str(jar) for name in (*names, "commons-pool2-") for jar in _own(name)]
+
+
+def _own(name: str) -> list[Path]:
+    return sorted((spark_home() / "jars").glob(f"*{name}*.jar"))
 
 
 def known_jars(conf: Mapping[str, str]) -> dict[str, str]:

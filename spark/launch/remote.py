@@ -210,13 +210,6 @@ class RemoteDriver:
         """It is asked before the session has set it itself."""
         return _TASKS in self._spark.conf.getAll
 
-    @property
-    def metastore(self) -> str:
-        """The server chooses its catalogue."""
-        if self._spark.conf.get("spark.sql.catalogImplementation", None) == "hive":
-            return ""
-        return "start the server with --conf spark.sql.catalogImplementation=hive and its address"
-
     def jars_of(self, name: str) -> list[str] | None:
         """Look for it as for a class of which SQL calls a method."""
         from pyspark.errors import AnalysisException
@@ -272,13 +265,17 @@ def check_shared(spark: "SparkSession", folder: str) -> None:
         why = "" if f"{text}\n".encode() in found else "its rows do not arrive here"
     except PySparkException as error:
         why = reason_of(error)
-    finally:
-        with contextlib.suppress(ConfigurationError):
-            files.remove(ours)
-            if created and not files.names(folder):
-                files.remove(folder)
+    except ConfigurationError as error:
+        why = str(error)
+    try:  # what the server has written must be this machine's too: a run moves its files
+        files.remove(ours)
+        if created and not files.names(folder):
+            files.remove(folder)
+    except ConfigurationError as error:
+        why = why or str(error)
     if why:
         raise ConfigurationError(
             f"the Spark Connect server cannot use {folder} as this machine does ({why}): name a "
-            "folder that both have at the same path, and may write"
+            "folder that both have at the same path (TMPDIR for exported rows), and run both as "
+            "users that may write and remove each other's files there"
         )

@@ -83,6 +83,6 @@ def check_connector(source: str, spark: str, wanted: str) -> None:
     found = re.search(r"spark-sql-kafka-0-10_([\d.]+)-([^/]+)\.jar$", source)
     if found is not None and (found[1], series(found[2])) != (SCALA, series(spark)):
         raise ConfigurationError(
-            f"the Kafka connector {found[0]} does not fit Spark {spark} with Scala {SCALA}: load "
-            f"{wanted} instead"
+            f"the Kafka connector {source} does not fit Spark {spark} with Scala {SCALA}: remove "
+            f"it, and load {wanted} instead"
         )

@@ -2,23 +2,50 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from typing import Any, NamedTuple
 
 from py4j.protocol import Py4JJavaError
-from pyspark.errors import AnalysisException, ParseException, PySparkException
+from pyspark.errors import PySparkException
 from pyspark.sql import Row, SparkSession
 
 from txbroker.errors import TxbrokerError
 
-_SCRIPT = re.compile(r"\bUSING\b(?!\s*\()", re.IGNORECASE)
-"""What starts a program: in a query, all else has brackets here."""
-_ANY = re.compile(r"\bIMMEDIATE\b", re.IGNORECASE)
-"""What runs any text, even when it is only explained."""
-_EXPLAINED = re.compile(r"\s*EXPLAIN(?:\s+(?:EXTENDED|CODEGEN|COST|FORMATTED))?\b", re.IGNORECASE)
-_SHOWS = re.compile(r"\s*(?:DESC|DESCRIBE|SHOW)\b", re.IGNORECASE)
+_PLANS = "org.apache.spark.sql.catalyst.plans.logical."
+_CHANGING = tuple(
+    f"{_PLANS}{name}"
+    for name in (
+        "Command",
+        "ParsedStatement",
+        "Call",
+        "ScriptTransformation",
+        "CompoundPlanStatement",
+    )
+)
+"""What changes tables or settings, starts programs, or is a script."""
+_HIDING = frozenset(
+    {"ExecuteImmediateQuery", "UnresolvedExecuteImmediate", "PlanWithUnresolvedIdentifier"}
+)
+"""Nodes that the parser fills later: with any statement, or one about what IDENTIFIER() names."""
+_READING = frozenset(
+    {
+        "DescribeRelation",
+        "DescribeColumn",
+        "DescribeFunction",
+        "DescribeNamespace",
+        "DescribeQueryCommand",
+        "ExplainCommand",
+        "ShowColumns",
+        "ShowCreateTable",
+        "ShowFunctions",
+        "ShowNamespaces",
+        "ShowPartitions",
+        "ShowTableProperties",
+        "ShowTables",
+        "ShowViews",
+    }
+)
 """Commands that only show something."""
 _TEXT_MAX = 400
 
@@ -53,36 +80,35 @@ def ask(spark: SparkSession, statement: str, limit: int) -> Answer:
         columns = tuple(_unique(answer.columns))
         rows = answer.limit(limit + 1).collect()
     except (PySparkException, Py4JJavaError) as error:
-        raise _failed(error) from None
+        raise QueryFailed(f"the statement failed: {_reason(error)}") from None
     values = [dict(zip(columns, map(plain, row), strict=True)) for row in rows[:limit]]
     return Answer(columns, values, len(rows) > limit)
 
 
 def _check_reads(spark: SparkSession, statement: str) -> None:
-    """Check by Spark's parser alone, before anything runs: a common table is always a query, and
-    all that can be explained is a statement."""
-    text = _EXPLAINED.sub("", statement, count=1).strip().removesuffix(";")
-    begin = next(iter(re.findall(r"\w+", text)), "").upper()
-    try:
-        spark.sql(f"EXPLAIN WITH it AS (\n{text}\n) SELECT 1")
-        refused = "TRANSFORM" if _SCRIPT.search(text) else ""
-    except ParseException:
-        refused = "" if _SHOWS.match(text) else begin
-        if refused and not _ANY.search(text):
-            with suppress(AnalysisException):  # of a statement: it names what does not exist
-                _explain(spark, text)
-    if refused:
-        raise QueryFailed(
-            f"audit sql only reads, and this statement ({refused}) may change something: "
-            "use SELECT, SHOW, DESCRIBE or EXPLAIN; Spark's own spark-sql changes tables"
-        )
+    session: Any = spark._jsparkSession
+    for node in _nodes(session.sessionState().sqlParser().parsePlan(statement)):
+        name = node.getClass().getSimpleName()
+        if name in _HIDING or (name not in _READING and _changes(spark, node)):
+            raise QueryFailed(
+                f"audit sql only reads, and this statement ({name}) may change something: "
+                "use SELECT, SHOW, DESCRIBE or EXPLAIN; Spark's own spark-sql changes tables"
+            )
 
 
-def _explain(spark: SparkSession, text: str) -> None:
-    try:
-        spark.sql(f"EXPLAIN {text}")
-    except ParseException as error:
-        raise _failed(error) from None
+def _changes(spark: SparkSession, node: Any) -> bool:
+    jvm: Any = spark.sparkContext._jvm
+    loader = node.getClass().getClassLoader()
+    kinds = (jvm.java.lang.Class.forName(name, False, loader) for name in _CHANGING)
+    return any(kind.isInstance(node) for kind in kinds)
+
+
+def _nodes(plan: Any) -> Iterator[Any]:
+    """Yield a plan's nodes, also those of its common tables and subqueries."""
+    yield plan
+    for inner in (plan.children(), plan.innerChildren(), plan.subqueries()):
+        for number in range(inner.size()):
+            yield from _nodes(inner.apply(number))
 
 
 def _unique(names: list[str]) -> Iterator[str]:
@@ -113,10 +139,9 @@ def plain(value: Any) -> Any:
     return value.isoformat() if isinstance(value, date) else str(value)
 
 
-def _failed(error: Exception) -> QueryFailed:
+def _reason(error: Exception) -> str:
     raised = getattr(error, "java_exception", None)
     text = str(raised.getMessage() if raised is not None else error)
     text = re.split(r"\n\n|\n?== SQL|SQLSTATE:", text.strip(), maxsplit=1)[0]
     text = re.sub(r"^(?:[\w.$]+(?:Exception|Error): )*(?:\[[A-Z_.0-9]+\] ?)?", "", text)
-    reason = " ".join(text.split())[:_TEXT_MAX].rstrip(" .;:")
-    return QueryFailed(f"the statement failed: {reason}")
+    return " ".join(text.split())[:_TEXT_MAX].rstrip(" .;:")

@@ -4,12 +4,11 @@ A view is one query on the tables, and relates to the newest run, not to the tim
 it shows the same until an audit runs again.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pyspark.sql import SparkSession
 
 from txbroker.errors import ConfigurationError
-from txbroker.spark.launch.driver import driver_of
 from txbroker.spark.storage.storage import storage_of
 from txbroker.spark.tables.layout import TABLES
 from txbroker.spark.tables.sketch import GAMMA, PERCENTILES
@@ -24,6 +23,7 @@ class View(NamedTuple):
     sql: str
 
 
+_METASTORES = ("hive.metastore.uris", "javax.jdo.option.ConnectionURL")
 _WEEK = "(SELECT max(began_at) - INTERVAL 7 DAYS FROM runs)"
 
 
@@ -136,10 +136,17 @@ def register(spark: SparkSession, store: TableStore, database: str) -> None:
     again, as the catalogue lists their days.
 
     Raises:
-        ConfigurationError: Spark has no metastore, or the database has another folder's tables.
+        ConfigurationError: Spark has no metastore, which would be an empty one in the current
+            folder; or the database has the tables of another folder.
     """
-    if lacking := driver_of(spark).metastore:
-        raise ConfigurationError(f"--catalog needs a Hive metastore: {lacking}")
+    hadoop: Any = spark.sparkContext._jsc
+    given = map(hadoop.hadoopConfiguration().get, _METASTORES)
+    if not any(given):
+        raise ConfigurationError(
+            "--catalog needs a Hive metastore: name it with "
+            "--conf spark.hadoop.hive.metastore.uris=thrift://HOST:9083, or by a hive-site.xml in "
+            "SPARK_CONF_DIR"
+        )
     spark.sql(f"CREATE DATABASE IF NOT EXISTS `{database}`")
     spark.sql(f"USE `{database}`")
     for table in TABLES:

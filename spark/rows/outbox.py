@@ -138,10 +138,12 @@ def audit_outbox(
     ends = access.ends(names)
     reads = [read_target(topic, ends.get(topic), None) for topic in names]
     facts_of = partial(relayed_facts, relay=begun.relay)
+    # Before Kafka is read: an export shows rows that relays may remove meanwhile.
+    table = _rows(spark, database, begun, folder)
     with (
         kept(spark, access, reads, facts_of) as (facts, count),
         in_words(),
-        on_disk(_digested(_rows(spark, database, begun, folder))) as rows,
+        on_disk(_digested(table)) as rows,
         on_disk(_judged(facts, rows, begun.now_ms, keep_s, _judged_from(reads, begun))) as judged,
     ):
         states = {row["state"]: row["count"] for row in rows.groupBy("state").count().collect()}

@@ -29,7 +29,7 @@ def check_local(path: str) -> None:
         raise ConfigurationError(
             f"{path} cannot be used with Spark Connect, where Python has no Java: name a folder "
             "that this machine shares with Spark's executors, as a path or file: URI; or use "
-            "--master"
+            "--master, without SPARK_REMOTE"
         )
 
 

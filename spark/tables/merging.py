@@ -40,8 +40,7 @@ class MergedTables:
         self._catalog = f"audit_{zlib.crc32(out.encode()):08x}"
         _, implementation = next(iter(table_format.catalog.items()))
         driver = driver_of(spark)
-        extended = table_format.extension in (spark.conf.get(EXTENSIONS, "") or "")
-        if not (extended and driver.jars_of(implementation)):
+        if driver.jars_of(implementation) is None:
             package = table_format.packages.get(series(spark.version))
             raise ConfigurationError(
                 f"the tables in {out} are of {table_format.title}, "
@@ -52,6 +51,11 @@ class MergedTables:
                     else "and Spark has not loaded its package: "
                     + driver.loading(package, table_format.extension)
                 )
+            )
+        if table_format.extension not in (spark.conf.get(EXTENSIONS, "") or ""):
+            raise ConfigurationError(
+                f"the tables in {out} are of {table_format.title}, and Spark was started without "
+                f"its extension: start it with --conf {EXTENSIONS}={table_format.extension}"
             )
         for name, value in table_format.catalog.items():
             spark.conf.set(self._filled(name), self._filled(value))

@@ -234,6 +234,10 @@ def test_a_connector_among_sparks_jars_is_not_downloaded(
     jar.touch()
     assert session._conf(given, "local", tmp_path)["spark.jars.packages"] == "a:b:1"
     assert session._conf(SparkSettings(), "local", tmp_path)["spark.jars.packages"] == ""
+    # Executors of other machines have a folder without it.
+    assert "spark.jars" not in session._conf(SparkSettings(), "local", tmp_path)
+    given = SparkSettings(conf={"spark.jars": "a.jar"})
+    assert session._conf(given, "spark://x:7077", tmp_path)["spark.jars"] == f"a.jar,{jar}"
 
 
 def test_a_repository_that_is_no_url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
