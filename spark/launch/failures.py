@@ -29,10 +29,13 @@ def why_not_launched(log: Path, error: Exception) -> str:
         # Its own, or another one that it needs or the caller has named.
         missing = re.search(r"unresolved dependency: ([^#\s]+)#([^;\s]+);([^:\s]+): not fou", text)
         package = wanted if missing is None else ":".join(missing.groups())
-        what = "Spark's Kafka connector" if package == wanted else "the package"
+        what, earlier = "the package", ""
+        if package == wanted:  # pyspark may be released some days before it
+            what = "Spark's Kafka connector"
+            earlier = f", or run: pip install 'pyspark<{pyspark.__version__}'"
         return (
             f"{what} {package} could not be downloaded from {repository_shown()}: check the "
-            f"network, or set {REPOSITORY_SETTING} to another Maven repository; {_VERBOSE}"
+            f"network, or set {REPOSITORY_SETTING} to another Maven repository{earlier}; {_VERBOSE}"
         )
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"error|exception|invalid", line, re.IGNORECASE)]

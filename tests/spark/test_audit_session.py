@@ -217,8 +217,8 @@ def test_unavailable_connector_is_one_sentence(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         f"Error: Spark's Kafka connector {CONNECTOR} could not be downloaded from {repository}: "
-        "check the network, or set TXBROKER_MAVEN_REPOSITORY to another Maven repository; "
-        "--verbose shows Spark's own messages\n"
+        "check the network, or set TXBROKER_MAVEN_REPOSITORY to another Maven repository, or run: "
+        f"pip install 'pyspark<{pyspark.__version__}'; --verbose shows Spark's own messages\n"
     )
     assert not list(tmp_path.glob("txbroker-spark-*"))
 
