@@ -53,12 +53,11 @@ _SPARK_OPTIONS: Callable[[F], F] = with_options(
     ),
     env_option(
         "--remote",
-        "In place of --master, a server of Spark Connect: sc://HOST:PORT. It shares --out with "
-        "this machine.",
+        "In place of --master, a server of Spark Connect: sc://HOST:PORT.",
         section="Spark",
         metavar="URL",
         default="",
-        shown="SPARK_REMOTE",
+        brief=True,
     ),
     env_option(
         "--deploy-mode",

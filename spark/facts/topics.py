@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,9 +70,11 @@ class TopicReader:
             "minPartitions": str(tasks),
         }
         # The connector makes a task for each partition, however few records it has.
+        return with_at_ms(self._load(options).coalesce(tasks))
+
+    def _load(self, options: Mapping[str, str]) -> DataFrame:
         with in_words():
-            records = self._spark.read.format("kafka").options(**options).load()
-        return with_at_ms(records.coalesce(tasks))
+            return self._spark.read.format("kafka").options(**options).load()
 
 
 def count_of(read: TopicRead) -> int:

@@ -278,7 +278,9 @@ class Played:
         return self._call("run", "--data-dir", self._data_dir, *options)
 
     @contextmanager
-    def _started(self, spark: SparkSettings) -> Iterator[tuple[None, SimpleNamespace]]:
+    def _started(
+        self, spark: SparkSettings, *_folders: str
+    ) -> Iterator[tuple[None, SimpleNamespace]]:
         self.steps.append("spark")
         self.brief = spark.brief
         yield None, SimpleNamespace(stage=lambda _: None)

@@ -102,7 +102,8 @@ def test_a_table_of_columns_takes_few_calls(rows: DataFrame, calls: Calls) -> No
     assert not calls
     found = F.select(rows, "t", *made)
     more = F.with_columns(found, {"d": F.col("t").isNull()})
-    assert calls.total() <= 30
+    made_by_us = calls.total() - calls["m"]  # Python releases earlier objects at any time
+    assert made_by_us <= 30
     assert more.columns == ["t", *(f"c{n}" for n in range(100)), "d"]
 
 
