@@ -324,12 +324,12 @@ def select(rows: DataFrame, *columns: Column | str) -> DataFrame:
     texts = [col(each) if isinstance(each, str) else each for each in columns]
     if not all(isinstance(text, _Text) for text in texts):
         return rows.select(*columns)
-    one = _BETWEEN.join(cast(_Text, text).named for text in texts)
+    named = [cast(_Text, text).named for text in texts]
     if is_remote():
-        return rows.selectExpr(*one.split(_BETWEEN))
+        return rows.selectExpr(*named)
     spark_of, java = rows.sparkSession, cast(Any, rows)._jdf
     jvm = cast(Any, spark_of.sparkContext)._jvm
-    return DataFrame(java.selectExpr(_separator(jvm).split(one)), spark_of)
+    return DataFrame(java.selectExpr(_separator(jvm).split(_BETWEEN.join(named))), spark_of)
 
 
 @lru_cache(maxsize=1)

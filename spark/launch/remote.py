@@ -178,7 +178,7 @@ def _set(spark: Any, defaults: Mapping[str, str], conf: Mapping[str, str]) -> No
 
 def _close(spark: Any) -> None:
     spark.client.set_retry_policies([])  # a server that is gone has forgotten the session
-    for end in (spark.interruptAll, spark.stop):  # it would go on with what was begun
+    for end in (spark.interruptAll, spark.stop):  # a stop alone lets running queries finish
         with contextlib.suppress(Exception):
             end()
 
@@ -252,12 +252,14 @@ def check_shared(spark: "SparkSession", folder: str) -> None:
     cannot call Python there."""
     from pyspark.errors import PySparkException
 
+    def same(batches: Any) -> Any:  # inside, as the server lacks this module
+        return batches
+
     files, text = LocalStorage(), secrets.token_hex(8)
     created = not files.exists(folder)
     ours = f"{folder}/checked-{text}"
     try:
         files.write(f"{ours}/sent", text.encode())
-        same: Any = lambda batches: batches  # noqa: E731 - the server lacks this module
         rows = spark.read.text(f"{ours}/sent").mapInArrow(same, "value string")
         rows.write.text(f"{ours}/returned")
         back = f"{ours}/returned"

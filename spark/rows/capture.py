@@ -102,7 +102,7 @@ class CaptureSummary(Compared, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """What was compared, with its name."""
+        """Kind and name of the source of the rows."""
         return f"capture {self.capture}"
 
 
@@ -124,7 +124,7 @@ class CaptureTerms(Struct, frozen=True):
 
 
 def _polls(wait_s: float) -> Iterator[None]:
-    """Yield at once, and again and again for so long."""
+    """Yield at once, and every `_POLL_S` seconds until the wait is over."""
     until_s = time.monotonic() + wait_s
     yield
     while time.monotonic() <= until_s:

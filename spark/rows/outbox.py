@@ -97,7 +97,7 @@ class OutboxSummary(Compared, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """What was compared, with its name."""
+        """Kind and name of the source of the rows."""
         return f"outbox {self.relay}"
 
 
@@ -139,7 +139,8 @@ def audit_outbox(
     reads = [read_target(topic, ends.get(topic), None) for topic in names]
     facts_of = partial(relayed_facts, relay=begun.relay)
     # Before Kafka is read: an export shows rows that relays may remove meanwhile.
-    table = _rows(spark, database, begun, folder)
+    with in_words():
+        table = _rows(spark, database, begun, folder)
     with (
         kept(spark, access, reads, facts_of) as (facts, count),
         in_words(),
