@@ -5,26 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from tests.kit.cluster import CLOSED_URL, TAKEOVER_S, Proxies
 from tests.kit.memory import MemoryHarness
-from tests.kit.service import Service
 from tests.kit.until import unique, until
 from txbroker.contract.service import PrepareRequest, TransactionStatus
 from txbroker.core.records import Message
 from txbroker.core.routing import make_id, parse_id
 from txbroker.errors import OwnerUnavailable, RequestError, TooOld
+from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.sdk import CheckRequest, Decision
 from txbroker.testing.door import MemoryDoor
-
-PAUSE_MAX_S = 1.0
-"""How long promotion of a partition that stays may pause while proxies come and go."""
-
 
 # --- who has what ----------------------------------------------------------------------------
 
@@ -58,52 +52,38 @@ async def test_leaving_proxy_is_replaced_at_once(proxies: Proxies) -> None:
         await one.commit(id)
 
 
-@asynccontextmanager
-async def promoting(service: Service, topic: str, key: bytes) -> AsyncIterator[list[float]]:
-    """Commit one transaction after the other; yields the times at which consumers saw one."""
-    seen: list[float] = []
-    ends = asyncio.Event()
-
-    async def promote() -> None:
-        while not ends.is_set():
-            id = await service.prepare(Message(topic, key, b"v"))
-            await service.commit(id)
-            seen.append(time.monotonic())
-
-    work = asyncio.ensure_future(promote())
-
-    await until(lambda: len(seen) > 3 or work.done())
-    try:
-        yield seen
-    finally:
-        ends.set()
-        await work
-
-
 @pytest.mark.rule(26)
-async def test_kept_partition_is_neither_claimed_nor_paused(proxies: Proxies) -> None:
+async def test_kept_partition_is_neither_claimed_nor_paused(
+    proxies: Proxies, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, _ = await proxies.add("one", "two")
     topic = await one.topic()
     before = await proxies.shares()
     owners = dict(one.proxy.broker.partitions.open())
     claims = {number: await proxies.claims(number) for number in range(proxies.partitions)}
-    # Which of its two partitions the first proxy will keep is the group's affair: watch both.
-    numbers = sorted(before["one"])
-    keys = [proxies.key(topic, number) for number in numbers]
-    times: dict[int, list[float]] = {}
-    async with promoting(one, topic, keys[0]) as first, promoting(one, topic, keys[1]) as second:
-        times = dict(zip(numbers, (first, second), strict=True))
-        await proxies.add("three")
-        after = await proxies.shares()
+    moving: list[PartitionOwner] = []
+    may_open = asyncio.Event()
+    open_ = PartitionOwner.open
+
+    async def held(owner: PartitionOwner) -> None:
+        moving.append(owner)
+        await may_open.wait()
+        await open_(owner)
+
+    monkeypatch.setattr(PartitionOwner, "open", held)
+    adding = asyncio.create_task(proxies.add("three"))
+    await until(lambda: moving, TAKEOVER_S)
+    for number in set(range(proxies.partitions)) - {owner.partition for owner in moving}:
+        await one.commit(await proxies.prepare_in(number, topic, one))
+    may_open.set()
+    await adding
+    after = await proxies.shares()
+    assert len(moving) == len(after["three"]) == 1
     for name in ("one", "two"):
         for number in before[name] & after[name]:
             assert await proxies.claims(number) == claims[number]
-    kept = before["one"] & after["one"]
-    assert kept
-    for number in kept:
+    for number in before["one"] & after["one"]:
         assert one.proxy.broker.partitions.open()[number] is owners[number]
-        gaps = [b - a for a, b in zip(times[number], times[number][1:], strict=False)]
-        assert max(gaps) < PAUSE_MAX_S, f"promotion of partition {number} paused {max(gaps):.2f} s"
 
 
 async def test_nothing_is_lost_while_proxies_join_and_leave(proxies: Proxies) -> None:
