@@ -139,8 +139,8 @@ def _opened(url: str) -> Any:
         if not isinstance(error, PySparkException):
             raise
         raise ConfigurationError(
-            f"no Spark Connect server answers at {shown(url)}: check that it runs and is reachable "
-            f"from here ({reason_of(error)})"
+            f"no session on the Spark Connect server at {shown(url)} ({reason_of(error)}): check "
+            "that it runs, is reachable from here, and takes the token in the URL, if it wants one"
         ) from None
     return spark
 
