@@ -53,6 +53,16 @@ def check_pyspark() -> None:
         )
 
 
+def check_streams(spark: str) -> None:
+    """Raise a ConfigurationError where this version of Spark cannot continue a stream: after a
+    crash its Kafka connector fails in the metrics of the first batch (SPARK-55271)."""
+    if series(spark) == "4.1":
+        raise ConfigurationError(
+            f"Spark {spark} cannot continue a stream after a crash (SPARK-55271): run the stream "
+            "with Spark 4.0 or 4.2, or `audit run` often"
+        )
+
+
 def check_spark() -> None:
     """Raise a ConfigurationError where the Spark to start does not fit pyspark, or is built with
     another Scala than Kafka's connector."""

@@ -34,6 +34,7 @@ from txbroker.spark.facts.bounds import OVERFLOW
 from txbroker.spark.facts.topics import DELETED_TOPIC, TAKEN_BY_RETENTION
 from txbroker.spark.judge.rows import can_be_topic
 from txbroker.spark.launch.failures import in_words
+from txbroker.spark.launch.versions import check_streams
 from txbroker.spark.schema import RunSummary, Terms, TopicNames
 from txbroker.spark.session import spread
 from txbroker.spark.stream.query import GRACE_MS, STATE_CONF, Sources, plan, ship_by_value
@@ -127,6 +128,7 @@ def start_stream(
         AuditError, KafkaUnavailable: Kafka does not answer.
     """
     settings.validate()
+    check_streams(spark.version)
     stream = AuditStream(spark, access, settings)
     stream.start()
     return stream

@@ -30,7 +30,12 @@ from txbroker.spark.launch.failures import (
     why_not_started,
 )
 from txbroker.spark.launch.java import ClassArchive, java_home
-from txbroker.spark.launch.versions import check_connector, check_pyspark, check_spark
+from txbroker.spark.launch.versions import (
+    check_connector,
+    check_pyspark,
+    check_spark,
+    check_streams,
+)
 from txbroker.spark.progress import SparkProgress, StageProgress, StageTotals, StageWatch, short
 from txbroker.spark.session import SparkSettings
 
@@ -295,6 +300,13 @@ def test_the_spark_of_a_vendor_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("SPARK_HOME", str(tmp_path))
     monkeypatch.setattr(pyspark, "__version__", "4.0.1+amzn.0")
     _check_versions()
+
+
+def test_a_spark_that_cannot_continue_a_stream_is_refused() -> None:
+    for fit in ("4.0.0", "4.2.0"):
+        check_streams(fit)
+    with pytest.raises(ConfigurationError, match=r"Spark 4\.1\.1-amzn-0 cannot continue a stream"):
+        check_streams("4.1.1-amzn-0")
 
 
 def test_a_connector_of_another_spark_or_scala_is_named() -> None:
