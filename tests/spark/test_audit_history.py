@@ -140,7 +140,8 @@ class World(Logs):
     # --- transactions --------------------------------------------------------------------------
 
     def prepare(self, *topics: str, stored: bool = True) -> Tx:
-        messages = tuple(Message(topic, b"k", b"v", (), PARTITION) for topic in topics)
+        key = b"%d" % len(self.txs)  # of this transaction alone: no order to keep
+        messages = tuple(Message(topic, key, b"v", (), PARTITION) for topic in topics)
         id = make_id(PARTITION, self.at_ms, len(self.txs))
         half = Half(id, f"g{len(self.txs) % 2}", messages)
         tx = {"id": id, "group": half.group, "topics": topics, "half": half, "id_ms": self.at_ms}
@@ -161,7 +162,7 @@ class World(Logs):
         for seq in numbers or range(len(tx["topics"])):
             message, count = tx["half"].messages[seq], len(tx["topics"])
             headers = promoted_headers(tx["id"], seq, count, message)
-            record = Record(b"k", b"other" if changed else b"v", headers)
+            record = Record(message.key, b"other" if changed else b"v", headers)
             what = {"id": tx["id"], "seq": seq, "changed": changed}
             self._write(message.topic, record, **what)
             self.written[message.topic][-1]["at"] = self.at_ms
