@@ -320,7 +320,8 @@ class _Audit:
             return None
         with settled(self._settings.folder, self._store, self._journal):
             self._store = self._opened()
-            rows = self._kept(rows_of_topics(self._counting(cut, self._run), sorted(topics)))
+            counting = counting_rows(self._store, self._run, cut.half, without_half=True)
+            rows = self._kept(rows_of_topics(counting, sorted(topics)))
             return rows if rows.count() else None
 
     def _counting(self, cut: SnapshotBounds, since: str) -> DataFrame:

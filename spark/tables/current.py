@@ -47,13 +47,19 @@ def earlier_rows(
     return keep(table.join(ids.select("id"), "id", "left_semi"))
 
 
-def counting_rows(store: TableStore, since: str, half: TopicRead) -> DataFrame:
+def counting_rows(
+    store: TableStore, since: str, half: TopicRead, *, without_half: bool = False
+) -> DataFrame:
     """Return the rows of `transactions` that count: of the runs from `since` on, and of all whose
     half message is still there, because no later run has replaced those.
 
-    `half`: how the half topic was read.
+    Args:
+        half: how the half topic was read.
+        without_half: also those that never had a half message, for what their targets show.
     """
     kept = is_kept(half) & (F.col("run") >= half.since)
+    if without_half:
+        kept = kept | F.col("half_offset").isNull()
     return store.read(TRANSACTIONS).where((F.col("run") >= since) | kept)
 
 
