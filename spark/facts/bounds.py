@@ -32,7 +32,7 @@ def read_on(
         counted_from: the last run's bounds, where this run reads the topic from its start: records
             that retention removed are counted from there.
     """
-    was = () if before is None else before.ends
+    was = _reached(before)
     if not _is_same(now, before):
         raise AuditError(
             f"topic {now.topic} is not the topic that the last run read: it was recreated, or this "
@@ -55,7 +55,7 @@ def read_on(
 
 def is_replaced(now: TopicEnds, last: TopicRead | None) -> bool:
     """Return whether records that were last read are gone with their topic, or with its end."""
-    was = () if last is None else last.ends
+    was = _reached(last)
     shorter = len(now.ends) < len(was) or any(map(int.__lt__, now.ends, was))
     return shorter or not _is_same(now, last)
 
@@ -63,7 +63,13 @@ def is_replaced(now: TopicEnds, last: TopicRead | None) -> bool:
 def _is_same(now: TopicEnds, last: TopicRead | None) -> bool:
     """Return whether a topic may be the one last read: earlier versions stored no ids, and a topic
     that held nothing may be replaced by any other."""
-    return last is None or last.id in ("", now.id) or not any(last.ends)
+    return last is None or last.id in ("", now.id) or not _reached(last)
+
+
+def _reached(last: TopicRead | None) -> tuple[int, ...]:
+    """Return the ends that were last read; none of a topic that held nothing: another one may have
+    fewer partitions."""
+    return () if last is None or not any(last.ends) else last.ends
 
 
 def _taken(begins: Sequence[int], last: TopicRead | None) -> int:

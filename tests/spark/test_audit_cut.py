@@ -185,6 +185,7 @@ def test_recreated_topic_longer_than_old_one_is_refused() -> None:
     recreated = TopicEnds("t", (8,), (9,), id="two")
     # Of one that held nothing, nothing was read.
     assert read_on(recreated, TopicRead("t", (0,), (0,), (0,), id="one")).begins == (8,)
+    assert read_on(recreated, TopicRead("t", (0, 0), (0, 0), (0, 0), id="one")).begins == (8,)
     with pytest.raises(AuditError, match=r"topic t is not the topic .* Run a full audit"):
         read_on(recreated, before)
     # A full run does not count records that are gone from it.
