@@ -105,6 +105,20 @@ def test_messages_stay_missing_until_they_are_there_again(
     assert audit.rows("all", TRANSACTIONS).keys() == {each[0] for each in every}
 
 
+def test_what_was_seen_without_a_half_message_ends_with_its_topic(
+    spark: SparkSession, tmp_path: Path, audit: Audits
+) -> None:
+    bill, stray = written(1, "bills"), written(2, "bills")
+    topics = {NAMES.half: [bill[1]], NAMES.op: [bill[2], stray[2]], NAMES.parked: []}
+    logs = Logs(spark, {**topics, "bills": [bill[3], stray[3]]}, tmp_path)
+    marker = {"marker_without_half": 1}
+    assert audit(logs, "all").drift == {"visible_without_half": 1, **marker}
+    logs.recreate("bills", [bill[3]])
+    second = audit(logs, "all")
+    assert (second.mode, second.drift, second.open_findings) == ("incremental", marker, marker)
+    assert audit.rows("all", DRIFT)[stray[0], "visible_without_half"]["state"] == "expired"
+
+
 def test_a_run_during_which_a_topic_becomes_another_one_does_not_count(
     spark: SparkSession, tmp_path: Path, audit: Audits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
