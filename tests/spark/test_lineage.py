@@ -34,4 +34,5 @@ def test_openlineage_names_the_facts_of_a_run(tmp_path: Path) -> None:
     outputs = {each["name"] for event in written for each in event.get("outputs", ())}
     assert outputs >= {f"{tmp_path}/out/facts/{run}/{name}" for name in TABLES}
     assert {event["job"]["namespace"] for event in written} == {"txbroker"}
-    assert {event["eventType"] for event in written} == {"START", "COMPLETE"}
+    # A job that takes long is RUNNING in between.
+    assert {event["eventType"] for event in written} - {"RUNNING"} == {"START", "COMPLETE"}
