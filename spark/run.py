@@ -324,10 +324,6 @@ class _Audit:
             rows = self._kept(rows_of_topics(counting, sorted(topics)))
             return rows if rows.count() else None
 
-    def _counting(self, cut: SnapshotBounds, since: str) -> DataFrame:
-        """Return the rows of `transactions` that count in this run; see `counting_rows`."""
-        return counting_rows(self._store, since, cut.half)
-
     def _look(self, staged: Extract, before: CarriedState | None) -> RunSummary:
         scope, cut = self._scope(staged, before), staged.cut
         self._on_stage("judging")
@@ -401,8 +397,8 @@ class _Audit:
     def _current(self, written: DataFrame, cut: SnapshotBounds, since: str) -> DataFrame:
         """Return the valid verdict of each transaction; of a part, of each that it judged.
         `since`: as in `counting_rows`."""
-        rows, whole = self._counting(cut, since), self._settings.mode != "part"
-        return current_verdicts(rows, written, whole=whole)
+        rows = counting_rows(self._store, since, cut.half)
+        return current_verdicts(rows, written, whole=self._settings.mode != "part")
 
     def _ended(self, summary: RunSummary) -> RunSummary:
         took_s = time.monotonic() - self._began_s

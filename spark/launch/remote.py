@@ -140,7 +140,7 @@ def _opened(url: str) -> Any:
             raise
         raise ConfigurationError(
             f"no session on the Spark Connect server at {shown(url)} ({reason_of(error)}): check "
-            "that it runs, is reachable from here, and takes the token in the URL, if it wants one"
+            "that it runs, is reachable from here, and accepts the token of the URL"
         ) from None
     return spark
 

@@ -124,7 +124,8 @@ def start_stream(
     """Start auditing, or resume from the checkpoint, in a background thread.
 
     Raises:
-        ConfigurationError: a setting, a right or a topic is missing or wrong.
+        ConfigurationError: a setting, a right or a topic is missing or wrong, or this version of
+            Spark cannot continue a stream.
         AuditError, KafkaUnavailable: Kafka does not answer.
     """
     settings.validate()

@@ -55,12 +55,13 @@ def counting_rows(
 
     Args:
         half: how the half topic was read.
-        without_half: also those that never had a half message, for what their targets show.
+        without_half: also those of which no half message was seen, for what their targets show.
     """
-    kept = is_kept(half) & (F.col("run") >= half.since)
+    kept = is_kept(half)
     if without_half:
         kept = kept | F.col("half_offset").isNull()
-    return store.read(TRANSACTIONS).where((F.col("run") >= since) | kept)
+    counts = (F.col("run") >= since) | (kept & (F.col("run") >= half.since))
+    return store.read(TRANSACTIONS).where(counts)
 
 
 def is_kept(half: TopicRead) -> Column:

@@ -72,17 +72,21 @@ async def test_kept_partition_is_neither_claimed_nor_paused(
 
     monkeypatch.setattr(PartitionOwner, "open", held)
     adding = asyncio.create_task(proxies.add("three"))
-    await until(lambda: moving, TAKEOVER_S)
-    for number in set(range(proxies.partitions)) - {owner.partition for owner in moving}:
-        await one.commit(await proxies.prepare_in(number, topic, one))
-    may_open.set()
-    await adding
+    try:
+        await until(lambda: moving, TAKEOVER_S)
+        for number in set(range(proxies.partitions)) - {owner.partition for owner in moving}:
+            await one.commit(await proxies.prepare_in(number, topic, one))
+    finally:
+        may_open.set()
+        await adding
     after = await proxies.shares()
     assert len(moving) == len(after["three"]) == 1
     for name in ("one", "two"):
         for number in before[name] & after[name]:
             assert await proxies.claims(number) == claims[number]
-    for number in before["one"] & after["one"]:
+    kept = before["one"] & after["one"]
+    assert kept
+    for number in kept:
         assert one.proxy.broker.partitions.open()[number] is owners[number]
 
 

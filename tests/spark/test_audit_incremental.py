@@ -80,8 +80,7 @@ class Installation:
         return rows_in(self.spark, self.settings.out, table)
 
     def standing(self, table: Table) -> dict[Any, Any]:
-        """Return the rows without healed findings: those of what was late for a while depend on
-        when audits ran."""
+        """Return the rows, but no healed findings: which there are depends on the times of runs."""
         return {key: row for key, row in self.rows(table).items() if row.get("state") != "healed"}
 
     def kept(self, kind: str) -> list[str]:

